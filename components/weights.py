@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -269,17 +269,24 @@ def checksum_of(data: np.ndarray, kind: str) -> str:
 
 def check_bucket(manifest: Manifest, index: int, bucket: np.ndarray) -> None:
     """Raises `WeightSyncError` unless the bucket (uint8) holds what was published, tensor by tensor."""
+    for _ in bucket_checks(manifest, index, bucket.nbytes, lambda start, size: bucket[start : start + size]):
+        pass
+
+
+def bucket_checks(
+    manifest: Manifest, index: int, num_bytes: int, read: Callable[[int, int], np.ndarray]
+) -> Iterator[None]:
+    """The same, tensor by tensor, of so many bytes that lie elsewhere; `read`(start, size): a part of them."""
     if manifest.checksum not in ("xxh3_128", "sha256"):
         raise manifest.error("bytes", f"no checksum is called {manifest.checksum!r:.40}")
-    if bucket.nbytes != manifest.bucket_bytes[index]:
-        raise manifest.error(
-            "bytes", f"bucket {index} has {bucket.nbytes} bytes, expected {manifest.bucket_bytes[index]}"
-        )
+    if num_bytes != manifest.bucket_bytes[index]:
+        raise manifest.error("bytes", f"bucket {index} has {num_bytes} bytes, expected {manifest.bucket_bytes[index]}")
     seen: dict[tuple[int, int], str] = {}  # tied tensors share their bytes
     for e in manifest.entries_of(index):
         where = e.offset, e.num_bytes
         if where not in seen:
-            seen[where] = checksum_of(bucket[e.offset : e.offset + e.num_bytes], manifest.checksum)
+            seen[where] = checksum_of(read(*where), manifest.checksum)
+            yield
         if seen[where] != e.checksum:
             raise manifest.error("bytes", f"tensor {e.name} does not match its checksum in the manifest")
 

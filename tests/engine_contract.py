@@ -20,6 +20,8 @@ import torch
 from leeway.collector.clock import ActivityClock, RolloutClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.weight_sync import WeightSync
+from leeway.transports.device_ipc import DeviceIpc
+from leeway.transports.device_memory import HostMemory
 from leeway.transports.object_store import ObjectStore
 from leeway.weights import (
     Canary,
@@ -131,14 +133,16 @@ class Served:
         self.engine.shutdown()
         self._runner.close()  # ends what the engine still has to do in this loop, and then the loop
 
-    def weight_sync(self, in_flight: str = "recompute", *, deadline_s: float = 200) -> WeightSync:
+    def weight_sync(
+        self, in_flight: str = "recompute", *, deadline_s: float = 200, transport: Any = None
+    ) -> WeightSync:
         async def nothing(newer_than: int, timeout_s: float) -> None:
             await asyncio.sleep(timeout_s)
 
         return WeightSync(
             self.engine,
             nothing,
-            ObjectStore.of_this_process(),
+            transport or ObjectStore.of_this_process(),
             in_flight=in_flight,
             tolerance=Tolerance(TOLERANCE),
             pull_every=1,
@@ -375,6 +379,44 @@ class EngineContract:
         assert refused.value.policy_version == manifest.policy_version
         assert names in str(refused.value)
         served.recover()
+
+    def test_a_version_in_memory_of_its_device_passes_the_same_checks(self, served: Served, tmp_path: Path) -> None:
+        here = DeviceIpc(HostMemory, longest_s=-1.0, parent=tmp_path)
+        sync = served.weight_sync(transport=here)
+
+        def published() -> Publication:
+            manifest, buckets = served.publisher.next()
+            outgoing = here.begin(manifest.policy_version)
+            for bucket in buckets:
+                outgoing.put(bucket)
+            return outgoing.commit(manifest)
+
+        async def give(publication: Publication, meanwhile: Callable[[], Any] = lambda: None) -> None:
+            staged, fetched_bytes = await sync._staged(publication)
+            assert fetched_bytes == 0
+            meanwhile()
+            try:
+                await sync._load_and_verify(staged, 0.0, fetched_bytes)
+            finally:
+                staged.release()
+
+        def flipped() -> Publication:
+            publication = published()
+            with open(publication.bucket_refs[1].handle, "r+b") as file:
+                file.seek(100)
+                byte = file.read(1)[0]
+                file.seek(100)
+                file.write(bytes([byte ^ 0x10]))
+            return publication
+
+        served.run(give(published()))
+        assert sync.drain_reports()[0].served_gap.largest <= TOLERANCE
+        with pytest.raises(WeightSyncError, match="bytes check"):
+            served.run(give(flipped()))
+        with pytest.raises(WeightSyncError, match=r"load check: .* by now"):  # it stood still for too long
+            served.run(give(published(), lambda: (published(), published())))
+        served.recover()
+        here.close()
 
     @pytest.mark.slow
     def test_an_engine_says_what_it_works_on_and_what_waits(self, served: Served) -> None:

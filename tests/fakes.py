@@ -61,7 +61,7 @@ class FakeEngine:
         )
         return [one] * sampling["n"]
 
-    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
+    def stage(self, manifest: Manifest, places: Any = ()) -> StagedWeights:
         return StagedWeights(manifest, [])
 
     async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:
@@ -132,7 +132,7 @@ class Answer:
 class NothingToFetch:
     uses_held = False
 
-    def files(self, publication: Publication) -> tuple[()]:
+    def places(self, publication: Publication) -> tuple[()]:
         return ()
 
     async def fetch(self, *_: Any, **__: Any) -> int:

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.weight_sync import WeightSync
+from leeway.engines.hf_weights import OpenedHere, buckets_of, confirm
 from leeway.param_server.server import ParameterServer
 from leeway.transports.shared_memory import mapped
-from leeway.transports.transport import WeightTransport
+from leeway.transports.transport import DevicePlace, WeightTransport
 from leeway.weights import (
     Canary,
     CanaryGap,
@@ -85,18 +87,27 @@ class Engine:
         self.loads: list[int] = []
         self.num_staged = 0
 
-    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
+    def stage(self, manifest: Manifest, places: Any = ()) -> StagedWeights:
+        opened = self.open(manifest, places) if places and isinstance(places[0], DevicePlace) else None
         self.num_staged += 1
 
         def release() -> None:
             self.num_staged -= 1
+            if opened is not None:
+                opened.close()
 
-        new = [np.zeros(n, dtype=np.uint8) for n in manifest.bucket_bytes] if not files else []
-        return StagedWeights(manifest, new or [mapped(file) for file in files], release)
+        if opened is not None:
+            return StagedWeights(manifest, [], release, opened=opened)
+        new = [np.zeros(n, dtype=np.uint8) for n in manifest.bucket_bytes] if not places else []
+        return StagedWeights(manifest, new or [mapped(file) for file in places], release)
+
+    def open(self, manifest: Manifest, places: Any) -> OpenedHere:
+        return OpenedHere(manifest, places, torch.device("cpu"))
 
     async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any = nullcontext) -> LoadTimes:
         with paused():
-            self.served = [b.copy() for b in staged.buckets]
+            self.served = [b.numpy().copy() for b in buckets_of(staged)]
+            confirm(staged)
         self.loads.append(staged.manifest.policy_version)
         return LoadTimes(0.0, 0.0)
 

@@ -103,8 +103,10 @@ class CollectorRun:
             vocab_size=of_the_text(model_config(Path(settings.model_path))).get("vocab_size"),
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Waits until nothing of this run touches the engine."""
         self.weight_sync.close()
+        await self.weight_sync.ended()
         self.transport.close()
 
 
@@ -171,7 +173,7 @@ class CollectorActor(Watched):
         The last run's `collect` must have returned; its weight sync ends here.
         """
         assert self._engine is not None, "start() comes first"
-        self._run.close()
+        await self._run.close()
         self._current = CollectorRun(config, self._engine, self._settings, name=self._name, **others)
 
     @as_text

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from ..config.engines import engine_kind
 from ..config.inputs import LoraConfig
 from ..importing import import_user_object
+from ..transports.transport import Place
 from ..weights import Canary, CanaryGap, Manifest
 from .clock import RolloutClock
 from .progress import Progress
@@ -127,28 +127,39 @@ class Generates(Protocol):
         ...
 
 
+class OnDevice(Protocol):
+    """A version in memory of the device that its engine computes on."""
+
+    async def check(self) -> None:
+        """Check every byte, beside generation. Raises WeightSyncError, or NotKept."""
+        ...
+
+
 @dataclass(frozen=True)
 class StagedWeights:
     """Memory of one version from which its engine loads: `buckets` are uint8, of the manifest's sizes.
 
     Whoever staged it fills it and has it checked, and calls `release` when the version was read back or given up.
     `name`: of the memory, for the engine itself.
+    `opened`: of a version that lies in memory of a device: there are no `buckets` then, it is filled, and the engine
+    checks it where it computes.
     """
 
     manifest: Manifest
     buckets: list[np.ndarray]
     release: Callable[[], None] = lambda: None
     name: str = ""
+    opened: OnDevice | None = None
 
 
 class LoadsWeights(Protocol):
     """What a weight sync needs. One version is on its way at a time: staged, loaded, read back."""
 
-    def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
+    def stage(self, manifest: Manifest, places: Sequence[Place] = ()) -> StagedWeights:
         """Memory for a version, beside generation. Called in a thread of its own.
 
-        `files`: where its buckets are already, in shared memory of this machine: they are mapped, not copied. Raises
-        OSError.
+        `places`: where its buckets are already: they are mapped or opened, not copied. All of them are files, or (only
+        for engines with `EngineKind.device_memory`) all on a device. Raises OSError, NotKept, WeightSyncError.
         """
         ...
 

@@ -19,7 +19,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -30,14 +30,15 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import spans
-from ..transports.transport import Fetches, NotKept
+from ..transports.transport import Fetches, NotKept, Place
 from ..weights import CanaryGap, Manifest, Publication, Tolerance, WeightSyncError, check_bucket
-from .engine import LoadsWeights, StagedWeights
+from .engine import LoadsWeights, OnDevice, StagedWeights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,6 +64,14 @@ async def _at_once() -> None: ...
 async def _beside(num_bytes: int, work: Callable[..., T], *args: Any) -> T:
     """Work on this many bytes without blocking the event loop."""
     return work(*args) if num_bytes < SMALL_BYTES else await asyncio.to_thread(work, *args)
+
+
+def _release_when_done(making: asyncio.Future[T], staged_of: Callable[[T], StagedWeights]) -> None:
+    def release(made: asyncio.Future[T]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            staged_of(made.result()).release()
+
+    making.add_done_callback(release)
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class WeightSync:
         self.verified_version = verified_version
         self._reports: list[SyncReport] = []
         self._closed = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
 
     async def run(self) -> None:
         """Consumes publications until closed; waits for the parameter server.
@@ -157,6 +168,7 @@ class WeightSync:
         later load passes every check. Raises the `WeightSyncError` of the last of `max_failures` + 1 failures in a row.
         """
         self._at_work_since = None
+        self._ended.clear()
         try:
             while not self._closed.is_set():
                 await self._first(self._awake.wait())
@@ -168,17 +180,23 @@ class WeightSync:
         finally:
             self._at_work_since = asyncio.get_running_loop().time()
             self._hold(None)
+            self._ended.set()
 
     async def _sync(self, publication: Publication) -> None:
         started = time.monotonic()
+        staging = asyncio.ensure_future(self._staged(publication))
         try:
             with self._at_work():
-                staged, fetched_bytes = await self._staged(publication)
+                await self._first(staging)
         except WeightSyncError as error:
             self._hold(None)  # what the transport made of it is not what it should be: fetch all of it
             if not await self._is_overtaken(error):
                 self._refuse(error)
             return
+        if self._closed.is_set():
+            _release_when_done(staging, lambda result: result[0])
+            return
+        staged, fetched_bytes = staging.result()
         verified = False
         try:
             ahead_s = time.monotonic() - started
@@ -209,6 +227,10 @@ class WeightSync:
     def close(self) -> None:
         """No more pulls: `run` returns."""
         self._closed.set()
+
+    async def ended(self) -> None:
+        """After `close`: waits until the engine is no longer touched. A load ends first, a fetch is given up."""
+        await self._ended.wait()
 
     def freeze_weights(self) -> asyncio.Lock:
         """While this lock is held the weights do not change (evaluation of one version)."""
@@ -365,19 +387,24 @@ class WeightSync:
         """
         manifest = publication.manifest
         manifest.check()
-        files = self._transport.files(publication)
+        places = self._transport.places(publication)
         try:
             with spans.span("stage_weights", version=manifest.policy_version, bytes=manifest.num_bytes):
-                staged = await _beside(manifest.num_bytes, self._engine.stage, manifest, files)
+                staged = await self._memory_for(manifest, places)
         except FileNotFoundError as error:
-            lost = 1 + next((index for index, file in enumerate(files) if not file.exists()), 0)
-            raise manifest.error("transfer", f"bucket {lost} of {len(files)} is not kept any more: {error}") from error
+            gone = (index for index, place in enumerate(places) if isinstance(place, Path) and not place.exists())
+            lost = f"bucket {next(gone, 0) + 1} of {len(places)}"
+            raise manifest.error("transfer", f"{lost} is not kept any more: {error}") from error
+        except NotKept as error:
+            raise manifest.error("transfer", f"it is not kept any more: {error}") from error
         fetched_bytes = 0
         try:
             deadline = asyncio.get_running_loop().time() + self._deadline_s
             with spans.span("fetch_weights", version=manifest.policy_version) as attrs:
+                if staged.opened is not None:
+                    await self._checked_there(manifest, staged.opened, deadline)
                 for index, bucket in enumerate(staged.buckets):
-                    if not files:
+                    if not places:
                         fetched_bytes += await self._fetched(publication, index, bucket, deadline)
                     await _beside(bucket.nbytes, check_bucket, manifest, index, bucket)
                 attrs["bytes"] = fetched_bytes
@@ -385,6 +412,27 @@ class WeightSync:
             staged.release()
             raise
         return staged, fetched_bytes
+
+    async def _memory_for(self, manifest: Manifest, places: Sequence[Place]) -> StagedWeights:
+        staging = asyncio.ensure_future(_beside(manifest.num_bytes, self._engine.stage, manifest, places))
+        try:
+            return await asyncio.shield(staging)
+        except asyncio.CancelledError:  # which no thread hears: what it makes is nobody's
+            _release_when_done(staging, lambda staged: staged)
+            raise
+
+    async def _checked_there(self, manifest: Manifest, opened: OnDevice, deadline: float) -> None:
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                await opened.check()
+        except NotKept as error:
+            raise manifest.error("transfer", f"it is not kept any more: {error}") from error
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            why = f"it was not read within {self._deadline_s:g} s (cluster.step_timeout_s)"
+            raise manifest.error("transfer", why) from error
 
     async def _fetched(self, publication: Publication, index: int, bucket: np.ndarray, deadline: float) -> int:
         limit = asyncio.timeout_at(deadline)

@@ -97,7 +97,8 @@ Problems = Callable[[Served], Iterator[tuple[str, str]]]
 class EngineKind:
     """`target`: its class, "module:Class". `package`: what must be installed, and `without`: what must not be loaded
     into the process of its collector, because another library would. `options`: its settings beside `name`. `adapters`:
-    it serves several versions of an adapter at once (`model.lora`).
+    it serves several versions of an adapter at once (`model.lora`). `device_memory`: it opens weights in memory of its
+    device, see `Engine.stage`.
     """
 
     target: str
@@ -105,6 +106,7 @@ class EngineKind:
     package: str | None = None
     without: tuple[str, ...] = ()
     adapters: bool = False
+    device_memory: bool = False
     problems: Problems = lambda served: iter(())
 
 
@@ -167,9 +169,19 @@ def _vllm_problems(served: Served) -> Iterator[tuple[str, str]]:
 
 ENGINES = {
     "vllm": EngineKind(
-        target="leeway.engines.vllm_engine:VllmEngine", options=VllmOptions, package="vllm", problems=_vllm_problems
+        target="leeway.engines.vllm_engine:VllmEngine",
+        options=VllmOptions,
+        package="vllm",
+        device_memory=True,
+        problems=_vllm_problems,
     ),
-    "hf": EngineKind(target="leeway.engines.hf_engine:HfEngine", options=HfOptions, without=("vllm",), adapters=True),
+    "hf": EngineKind(
+        target="leeway.engines.hf_engine:HfEngine",
+        options=HfOptions,
+        without=("vllm",),
+        adapters=True,
+        device_memory=True,
+    ),
 }
 DEFAULT = "vllm"
 ADDRESS_ENGINE = "leeway.engines.address_engine:AddressEngine"

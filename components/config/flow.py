@@ -225,7 +225,8 @@ class ParamServerConfig(Section):
     transport_options: dict[str, Any] = Field(
         default_factory=dict,
         description="options of the transport; files: folder (of the run by default), keep (versions, 2), fsync "
-        "(true); broadcast: backend (socket, gloo; nccl, where each end has a GPU)",
+        "(true); broadcast: backend (socket, gloo; nccl, where each end has a GPU); ipc: memory (host; device, by "
+        "CUDA IPC, where trainer and engine share one GPU)",
     )
     delta: bool = Field(
         default=False,

@@ -26,7 +26,7 @@ from .input_rules import (
 from .names import PRIORITIES, check_name
 from .recipe import Named, Rule
 from .schema import Config
-from .transports import can_use_nccl, check_transport
+from .transports import can_share_device, can_use_nccl, check_transport
 
 
 def check_rules(config: Config, rules: Sequence[Rule], named: Named = str) -> None:
@@ -123,6 +123,7 @@ def the_transport_takes_its_options(config: Config) -> None:
         p.transport_options,
         nccl=can_use_nccl(config),
         on_one_machine=config.cluster.address is None,
+        shared_device=can_share_device(config),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..weights import Checksum
+from .engines import engine_kind
 from .errors import ConfigError
 from .names import check_name, nearest
 
@@ -43,12 +44,38 @@ def can_use_nccl(config: Config) -> bool:
     return config.cluster.device == "cuda" and not config.cluster.shares_devices
 
 
+def can_share_device(config: Config) -> bool:
+    """Whether every engine can open the memory of the device that rank 0 publishes from."""
+    if not engine_kind(config.rollout.engine_name).device_memory:
+        return False
+    return config.cluster.device == "cpu" or (config.cluster.shares_devices and config.train.num_ranks == 1)
+
+
 def transport_options(config: Config) -> Mapping[str, Any]:
     """`param_server.transport_options`, with what is chosen where nothing is said."""
     options = config.param_server.transport_options
     if config.param_server.transport == "broadcast":
         return {**options, "backend": _backend(config)}
+    if config.param_server.transport == "ipc":
+        return {**options, "memory": _memory(config)}
     return options
+
+
+def _memory(config: Config) -> str:
+    on_gpu = config.cluster.device == "cuda" and can_share_device(config)
+    return config.param_server.transport_options.get("memory", "device" if on_gpu else "host")
+
+
+def _ipc_needs(config: Config) -> str:
+    if _memory(config) == "host":
+        return "trainer and engines on one machine, with room for 2 versions in /dev/shm"
+    return f"room for 2 versions in memory of the {_DEVICES[config.cluster.device]}, for 3 while an engine is slow"
+
+
+_DEVICES = {
+    "cuda": "GPU that trainer and engine share, which must be a whole one (no MIG)",
+    "cpu": "machine (/dev/shm)",
+}
 
 
 def _backend(config: Config) -> str:
@@ -79,12 +106,14 @@ TRANSPORTS = {
     ),
     "ipc": TransportKind(
         target="leeway.transports.ipc:Ipc",
-        needs=lambda config: "trainer and engines on one machine, with room for 2 versions in /dev/shm",
+        needs=_ipc_needs,
+        options={"memory": "one of host, device"},
     ),
 }
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "a path": lambda value: isinstance(value, str) and bool(value),
     "a whole number from 1": lambda value: type(value) is int and value >= 1,
+    "one of host, device": lambda value: value in ("host", "device"),
     "one of socket, gloo, nccl": lambda value: value in ("socket", "gloo", "nccl"),
     "true or false": lambda value: isinstance(value, bool),
 }
@@ -103,10 +132,17 @@ def transport_needs(config: Config) -> str:
     return transport_kind(config.param_server.transport).needs(config) + (delta if config.param_server.delta else "")
 
 
-def check_transport(name: str, options: Mapping[str, Any], *, nccl: bool = False, on_one_machine: bool = True) -> None:
+def check_transport(
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    nccl: bool = False,
+    on_one_machine: bool = True,
+    shared_device: bool = True,
+) -> None:
     """Raise ConfigError for a transport that does not exist, or cannot be here, or an option that it does not take.
 
-    `nccl`: whether that can be used.
+    `nccl`: whether that can be used. `shared_device`: see `can_share_device`.
     """
     check_name("param_server.transport", name, TRANSPORTS, kind="Transport")
     if name == "ipc" and not on_one_machine:
@@ -136,5 +172,13 @@ def check_transport(name: str, options: Mapping[str, Any], *, nccl: bool = False
                 key,
                 got=value,
                 expected="socket or gloo, unless trainer and engines have GPUs of their own",
+                fix="leave it out",
+            )
+        if value == "device" and not shared_device:
+            raise ConfigError(
+                key,
+                got=value,
+                expected="host, unless trainer and engine (vllm or hf) compute on one and the same GPU: "
+                "cluster.placement together or turns, train.num_ranks 1",
                 fix="leave it out",
             )

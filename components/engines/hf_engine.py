@@ -35,10 +35,11 @@ from ..collector.progress import Progress, Sampled
 from ..config.engines import HfOptions
 from ..failures import Refused
 from ..transports.shared_memory import mapped
+from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
 from .hf_decode import Decoder, load_decoder
 from .hf_lora import Adapters
-from .hf_weights import ModelTensors, load, read_back
+from .hf_weights import ModelTensors, OpenedHere, load, read_back
 from .released import Released
 from .slices import SLICE_S, ends_within
 
@@ -183,9 +184,12 @@ class HfEngine:
         with self.progress.call():
             return await self._call(functools.partial(self._score, canary, version))
 
-    def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
-        new = [] if files else [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
-        return StagedWeights(manifest, new or [mapped(file) for file in files])
+    def stage(self, manifest: Manifest, places: Sequence[Place] = ()) -> StagedWeights:
+        if on_device := [place for place in places if isinstance(place, DevicePlace)]:
+            opened = OpenedHere(manifest, on_device, self._decoder.device)
+            return StagedWeights(manifest, [], opened.close, opened=opened)
+        new = [] if places else [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
+        return StagedWeights(manifest, new or [mapped(place) for place in places if isinstance(place, Path)])
 
     async def load_weights(
         self,

@@ -22,7 +22,7 @@ from ..collector.engine import StagedWeights
 from ..config.inputs import LoraConfig
 from ..trainer.lora import lora_targets, low_rank
 from ..weights import Manifest, TensorEntry, checksum_of, digest_of, read_bucket
-from .hf_weights import ModelTensors
+from .hf_weights import ModelTensors, buckets_of, confirm
 
 
 @dataclasses.dataclass
@@ -86,8 +86,8 @@ class Adapters:
     def load(self, staged: StagedWeights) -> None:
         """Hold one more version, or replace one, beside generation. Raises `WeightSyncError` unless it is complete."""
         manifest, found = staged.manifest, dict[str, torch.Tensor]()
-        for index, bucket in enumerate(staged.buckets):
-            for published, tensor in read_bucket(manifest, index, torch.from_numpy(bucket)):
+        for index, bucket in enumerate(buckets_of(staged)):
+            for published, tensor in read_bucket(manifest, index, bucket):
                 name = self._own_names.get(published)
                 if name is None:
                     raise manifest.error("load", f"no target of model.lora has {published}")
@@ -100,6 +100,7 @@ class Adapters:
                 found[name] = tensor.to(self._device, copy=True)
         if missing := sorted(self._shapes.keys() - found.keys()):
             raise manifest.error("load", f"no published tensor reached {', '.join(missing)}")
+        confirm(staged)
         self._versions[manifest.policy_version] = found
 
     def drop(self, version: int) -> None:

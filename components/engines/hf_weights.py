@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +12,35 @@ from transformers import PreTrainedModel
 from ..collector.engine import StagedWeights
 from ..trainer.names import PublishedNames
 from ..trainer.tensors import saved_tensors
-from ..weights import TensorEntry, checksum_of, read_bucket
+from ..transports.device_memory import Opened, device_memory
+from ..transports.transport import DevicePlace
+from ..weights import Manifest, TensorEntry, checksum_of, read_bucket
+
+
+class OpenedHere:
+    """A version on the device of a model that is in this process."""
+
+    def __init__(self, manifest: Manifest, places: Sequence[DevicePlace], device: torch.device) -> None:
+        self.version = Opened(manifest, places, device_memory(device))
+        self._checks = self.version.checks(manifest)
+        self._one_at_a_time = threading.Lock()
+        self._closed = False
+
+    async def check(self) -> None:
+        await asyncio.to_thread(self._check)
+
+    def _check(self) -> None:
+        """One tensor after the other, so that a check that nobody waits for any more ends with the next."""
+        going = True
+        while going:
+            with self._one_at_a_time:
+                going = not self._closed and next(self._checks, self) is not self
+
+    def close(self) -> None:
+        with self._one_at_a_time:
+            self._closed = True
+            self._checks.close()
+            self.version.close()
 
 
 class ModelTensors:
@@ -45,8 +75,8 @@ def load(staged: StagedWeights, into: ModelTensors) -> None:
         target.copy_(tensor)
         covered.add(name)
 
-    for index, bucket in enumerate(staged.buckets):
-        for name, tensor in read_bucket(manifest, index, torch.from_numpy(bucket)):
+    for index, bucket in enumerate(buckets_of(staged)):
+        for name, tensor in read_bucket(manifest, index, bucket):
             if (owner := into.owner.get(name)) is None:
                 raise manifest.error("load", f"the model has no {name}")
             if len(into.parts[owner]) == 1:
@@ -58,6 +88,20 @@ def load(staged: StagedWeights, into: ModelTensors) -> None:
                 put(owner, into.names.join(owner, into.tensors[owner].shape, waiting.pop(owner)))
     if missing := sorted(into.tensors.keys() - covered):
         raise manifest.error("load", f"no published tensor reached {', '.join(missing)}")
+    confirm(staged)
+
+
+def buckets_of(staged: StagedWeights) -> list[torch.Tensor]:
+    """uint8, in main memory or on the device."""
+    if isinstance(staged.opened, OpenedHere):
+        return staged.opened.version.tensors
+    return [torch.from_numpy(bucket) for bucket in staged.buckets]
+
+
+def confirm(staged: StagedWeights) -> None:
+    """After the last copy of what was staged. Raises WeightSyncError if that had been taken back meanwhile."""
+    if isinstance(staged.opened, OpenedHere):
+        staged.opened.version.confirm(staged.manifest)
 
 
 def read_back(staged: StagedWeights, model: ModelTensors) -> Iterator[None]:

@@ -7,8 +7,9 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from ..collector.engine import EngineLost, EngineSettings, Heard, LoadTimes, Sam
 from ..collector.progress import Progress, Sampled
 from ..config.engines import VllmOptions
 from ..failures import Refused
+from ..transports.device_memory import places_to_json
+from ..transports.leases import Lease
 from ..transports.shared_memory import SharedFolder
+from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
 from .shards import left_out
@@ -202,11 +206,42 @@ class VllmEngine:
         at = len(scored)
         return CanaryGap.of([gap for of_prompt in gaps[:at] for gap in of_prompt], [gap for [gap] in gaps[at:]])
 
-    def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
-        """Files in shared memory, which the engine's process maps."""
+    def stage(self, manifest: Manifest, places: Sequence[Place] = ()) -> StagedWeights:
+        """Files in shared memory, which the engine's process maps; memory of a device, which that process opens."""
         shared = self._shared_memory
+        if on_device := [place for place in places if isinstance(place, DevicePlace)]:
+            return self._stage_on_device(manifest, on_device)
+        files = [place for place in places if isinstance(place, Path)]
         name, buckets = shared.link_files(files) if files else shared.new_files(manifest.bucket_bytes)
-        return StagedWeights(manifest, buckets, lambda: self._shared_memory.remove_files(name), name)
+        return StagedWeights(manifest, buckets, lambda: shared.remove_files(name), name)
+
+    def _stage_on_device(self, manifest: Manifest, places: Sequence[DevicePlace]) -> StagedWeights:
+        """Nothing is opened in this process: its lease alone keeps the version until the engine's process has one."""
+        shared, lease = self._shared_memory, Lease(Path(places[0].lease), places[0].number)
+        name = shared.new_name()
+
+        def release() -> None:
+            shared.remove_files(name)
+            lease.end()
+
+        try:
+            (shared.path / name / worker_env.PLACES).write_text(places_to_json(places))
+        except BaseException:
+            release()
+            raise
+        staged = StagedWeights(manifest, [], release, name)
+        return replace(staged, opened=_InWorker(functools.partial(self._check_on_device, staged)))
+
+    async def _check_on_device(self, staged: StagedWeights) -> None:
+        """Some tensors between two passes, so that generation continues."""
+        await self._map(staged, ahead=False)
+        while not all(await self._ask("check_some", staged.manifest)):
+            pass
+
+    async def _map(self, staged: StagedWeights, *, ahead: bool) -> None:
+        folder = self._shared_memory.path / staged.name
+        await asyncio.to_thread((folder / MANIFEST).write_text, staged.manifest.to_json())
+        await self._ask("map_staged", staged.manifest, str(folder), ahead)
 
     async def load_weights(
         self,
@@ -216,9 +251,7 @@ class VllmEngine:
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
         manifest, started = staged.manifest, time.monotonic()
-        folder = self._shared_memory.path / staged.name
-        await asyncio.to_thread((folder / MANIFEST).write_text, manifest.to_json())
-        await self._ask("map_staged", manifest, str(folder), self._double_buffer and not self._is_asleep)
+        await self._map(staged, ahead=self._double_buffer and not self._is_asleep)
         while not all(await self._ask("load_ahead", manifest)):
             pass
         self._num_loads += 1
@@ -343,6 +376,13 @@ class VllmEngine:
             self._heard.pop(request_id, None)
         assert final is not None, "vLLM ended a request without an output"
         return final
+
+
+@dataclass(frozen=True)
+class _InWorker:
+    """A version on the device of the engine's process, which checks it."""
+
+    check: Callable[[], Awaitable[None]]
 
 
 def _sampled_tokens(output: Any, *, vocab_size: int, barred: Sequence[int]) -> SampledTokens:

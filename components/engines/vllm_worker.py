@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
+from ..transports.device_memory import Opened, device_memory, places_from_json
 from ..transports.shared_memory import bucket_name
 from ..weights import Manifest, WeightSyncError, read_bucket
 from .shards import Part, PartsTaken
@@ -37,7 +38,7 @@ from .slices import SLICE_S, ends_within
 from .vllm_memory import WorkerMemory
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed
-from .vllm_worker_env import CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV
+from .vllm_worker_env import CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV, PLACES
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,10 @@ class WorkerExtension:
         self.map_staged(Path(folder), ahead=ahead)
 
     @answered
+    def check_some(self: Any) -> bool:
+        return self.check_some()
+
+    @answered
     def load_ahead(self: Any) -> bool:
         return self.load_ahead()
 
@@ -136,9 +141,11 @@ def weights_of(worker: Any) -> EngineWeights:
 
 
 class EngineWeights:
-    """Loads buckets that lie, checked, in shared memory; every weight must be covered. Then reads the weights back.
+    """Loads buckets that lie in shared memory, checked, or in memory of this device, which are checked here; every
+    weight must be covered. Then reads the weights back.
 
-    map_staged -> load_ahead until it is done -> the pause: load_staged -> read_back_some until it is done
+    map_staged (-> check_some until it is done -> map_staged)
+               -> load_ahead until it is done -> the pause: load_staged -> read_back_some until it is done
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device, memory: WorkerMemory) -> None:
@@ -149,6 +156,8 @@ class EngineWeights:
         """What this rank's loader takes of each published tensor, if there are several ranks."""
         self._manifest: Manifest | None = None
         self._buckets: list[torch.Tensor] = []
+        self._opened: Opened | None = None
+        self._checking: Iterator[None] | None = None
         self._shadow: ShadowModel | None = None
         self._filling: Iterator[None] | None = None
         self._reading: Iterator[None] | None = None
@@ -159,7 +168,12 @@ class EngineWeights:
         """Before the pause: what the next load takes. `ahead`: load into a second set of tensors, if possible."""
         self._forget()
         self._manifest = manifest = Manifest.from_json((folder / MANIFEST).read_text())
-        self._buckets = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
+        if (folder / PLACES).exists():
+            places = places_from_json((folder / PLACES).read_text())
+            self._opened = Opened(manifest, places, device_memory(self._device))
+            self._buckets, self._checking = self._opened.tensors, self._opened.checks(manifest)
+        else:
+            self._buckets = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
         if ahead and not self._half_loaded and can_be_shadowed(self.model):
             needed, free = ROOM * manifest.num_bytes / self._num_ranks, psutil.virtual_memory().available
             if needed <= free:
@@ -172,6 +186,11 @@ class EngineWeights:
                     free / 2**30,
                     needed / 2**30,
                 )
+
+    def check_some(self) -> bool:
+        """Check for a moment what lies on this device; whether every byte of it was."""
+        assert self._checking is not None, "what is in main memory was checked there"
+        return ends_within(SLICE_S, self._checking)
 
     @torch.no_grad()
     def load_ahead(self) -> bool:
@@ -194,6 +213,7 @@ class EngineWeights:
             self._shadow.swap()
         else:
             self._load_in_place()
+        self._confirm()
         self._reading = self._read_back(self._manifest)
 
     @torch.no_grad()
@@ -206,14 +226,24 @@ class EngineWeights:
             assert self._reading is not None, "nothing was loaded since it was staged"
             if compare and not ends_within(SLICE_S, self._reading):
                 return False
+            self._confirm()
             self._forget()
         return True
+
+    def _confirm(self) -> None:
+        """What was copied from this device, or compared with it, was what had been checked."""
+        if self._opened is not None:
+            assert self._manifest is not None
+            self._opened.confirm(self._manifest)
 
     def _forget(self) -> None:
         if self._shadow is not None:
             self._shadow.drop()
         self._shadow, self._filling, self._reading = None, None, None
-        self._manifest, self._buckets = None, []
+        self._manifest, self._buckets, self._checking = None, [], None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     def _load_in_place(self) -> None:
         if self._half_loaded:  # by a load that failed; what it left is not served

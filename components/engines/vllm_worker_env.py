@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 MANIFEST = "manifest.json"
+PLACES = "places.json"
+"""Of buckets in memory of a device."""
 WORKER_EXTENSION = "leeway.engines.vllm_worker.WorkerExtension"
 PARENT_ENV = "LEEWAY_ENGINE_PARENT"
 CORES_ENV = "LEEWAY_ENGINE_CORES"

@@ -167,6 +167,7 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
         delta=p.delta,
         timeout_s=config.cluster.step_timeout_s,
         host=ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1",
+        device=config.cluster.device,
     )
 
 

@@ -22,7 +22,7 @@ import ray
 from .. import spans
 from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
-from ..transports.transport import TransportSettings, WeightTransport, open_transport
+from ..transports.transport import TransportSettings, WeightTransport, fetch_whole, open_transport
 from ..weights import Publication
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class TrainerActor(Watched):
 
         transformers_logging.disable_progress_bar()
         self._settings = settings
+        self._fetch_timeout_s = transport.timeout_s
         self._place = {"rank": rank, "init_method": init_method, "transport": _opened(transport)}
         self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
@@ -113,11 +114,8 @@ class TrainerActor(Watched):
     @as_text
     async def audit(self, batch: TrainBatch, publication: Publication) -> dict[str, float]:
         """See `Trainer.audit`; `publication` is one that was kept."""
-        manifest = publication.manifest
-        buckets = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
-        for index, bucket in enumerate(buckets):
-            await self._place["transport"].fetch(publication, index, bucket)
-        return await self._in_order(lambda: self._trainer.audit(batch, manifest, buckets))
+        buckets = await fetch_whole(self._place["transport"], publication, within_s=self._fetch_timeout_s)
+        return await self._in_order(lambda: self._trainer.audit(batch, publication.manifest, buckets))
 
     @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> TrainedStep:

@@ -47,6 +47,7 @@ READY = b"."
 """Of a receiver that has the memory for them. Bytes that nobody takes would hold a process group until its deadline."""
 PORT = struct.Struct("<I")
 MOST_LINKS = 1024
+ACCEPT_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Broadcast:
     def memory_bytes(self) -> int:
         return self._sender.memory_bytes if self._sender is not None else 0
 
-    def files(self, publication: Publication) -> tuple[()]:
+    def places(self, publication: Publication) -> tuple[()]:
         return ()
 
     def begin(self, policy_version: int) -> _Outgoing:
@@ -159,6 +160,7 @@ class _Sender:
         self._spare: list[np.ndarray] = []
         self._memory_bytes = 0
         self._connections: set[socket.socket] = set()
+        self._closed = threading.Event()
         self._listening = socket.create_server((host, 0))
         self.host, self.port = self._listening.getsockname()[:2]
         threading.Thread(target=self._let_in, name="weights", daemon=True).start()
@@ -191,6 +193,7 @@ class _Sender:
 
     def close(self) -> None:
         """Whoever waits for bytes is told at once: its connection ends."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -208,8 +211,11 @@ class _Sender:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                logger.warning("no receiver of weights can be let in: %s; trying again", error)  # no descriptor is left
+                continue
             with self._lock:
                 if len(self._connections) >= MOST_LINKS:
                     connection.close()

@@ -91,7 +91,7 @@ class Delta:
     def memory_bytes(self) -> int:
         return sum(bucket.nbytes for bucket in self._last) + self._below.memory_bytes
 
-    def files(self, publication: Publication) -> tuple[()]:
+    def places(self, publication: Publication) -> tuple[()]:
         return ()
 
     def begin(self, policy_version: int) -> _Sending:

@@ -54,7 +54,7 @@ class Files:
         folder = Path(o["folder"]).expanduser() if "folder" in o else settings.folder / "weights"
         return cls(folder.absolute(), keep=max(o.get("keep", DEFAULT_KEEP), settings.keep), fsync=o.get("fsync", True))
 
-    def files(self, publication: Publication) -> tuple[()]:
+    def places(self, publication: Publication) -> tuple[()]:
         return ()
 
     def begin(self, policy_version: int) -> _Writing:
@@ -194,7 +194,7 @@ def _versions(folder: Path) -> list[tuple[int, str, str]]:
 
 
 def _read_json(path: Path) -> bytes:
-    with _opened(path) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_JSON_BYTES:
             raise ValueError(f"{path}: {size} bytes, expected at most {MOST_JSON_BYTES}")
@@ -203,7 +203,7 @@ def _read_json(path: Path) -> bytes:
 
 def read_whole(path: Path, into: np.ndarray) -> None:
     """Read a file into memory of exactly its size. Raises OSError or ValueError naming the file."""
-    with _opened(path) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != into.nbytes:
             raise ValueError(f"{path.name} has {size} bytes, expected {into.nbytes}")
@@ -214,8 +214,8 @@ def read_whole(path: Path, into: np.ndarray) -> None:
                 raise ValueError(f"{path.name} ended after {filled} bytes, expected {size}")
 
 
-def _opened(path: Path) -> FileIO:
-    """A regular file, never a link, a pipe or a device."""
+def open_regular(path: Path) -> FileIO:
+    """To read. A regular file, never a link, a pipe or a device. Raises OSError or ValueError naming it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Weights in shared memory of the one machine on which trainer and engines run.
+"""Weights in shared memory of the one machine on which trainer and engines run (on one GPU: `device_ipc.py`).
 
 Rank 0 copies each bucket into a file in shared memory, once. An engine maps that file, checks it there and loads from
 it: nothing is copied on the way, and the memory is the same for all engines. A file is never changed after it was
@@ -8,12 +8,15 @@ written; an engine that has it mapped keeps it, whatever happens to the trainer.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..weights import Manifest, Publication
+from .device_ipc import DeviceIpc
+from .device_memory import DeviceMemory, device_memory
 from .files import read_whole
 from .shared_memory import SharedFolder, bucket_name
 from .transport import Held, TransportSettings
@@ -30,14 +33,18 @@ class Ipc:
         self._kept: list[tuple[str, int]] = []
 
     @classmethod
-    def open(cls, settings: TransportSettings) -> Ipc:
-        return cls(keep=settings.keep)
+    def open(cls, settings: TransportSettings) -> Ipc | DeviceIpc:
+        if settings.options.get("memory", "host") == "host":
+            return cls(keep=settings.keep)
+        return DeviceIpc(
+            functools.partial(_device_memory, settings.device), longest_s=settings.timeout_s, keep=settings.keep
+        )
 
     @property
     def memory_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes in self._kept)
 
-    def files(self, publication: Publication) -> Sequence[Path]:
+    def places(self, publication: Publication) -> Sequence[Path]:
         return [Path(ref) for ref in publication.bucket_refs]
 
     def begin(self, policy_version: int) -> _Outgoing:
@@ -81,3 +88,9 @@ class _Outgoing:
 
     def discard(self) -> None:
         self._folder.remove_files(self._name)
+
+
+def _device_memory(device: str, folder: Path | None) -> DeviceMemory:
+    import torch  # here: a driver opens transports without it
+
+    return device_memory(torch.device(device), folder)

@@ -44,7 +44,7 @@ class ObjectStore:
 
         return cls(np.copy, get)
 
-    def files(self, publication: Publication) -> tuple[()]:
+    def places(self, publication: Publication) -> tuple[()]:
         return ()
 
     def begin(self, policy_version: int) -> _Refs:

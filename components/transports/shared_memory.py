@@ -31,6 +31,8 @@ class SharedFolder:
             if lock is not None and self.path.exists():  # nobody took it for abandoned before it was locked
                 self._lock = lock
                 return
+            if lock is not None:
+                os.close(lock)
 
     def new_name(self) -> str:
         """Of a folder inside, for the files of one version."""

@@ -11,6 +11,7 @@ serve them. `tests/transport_contract.py` is what each one is held to.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..weights import Manifest, Publication
+from ..weights import Manifest, Publication, WeightSyncError, check_bucket
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSettings:
     """`name`, `options` and `delta`: `param_server.transport`, `.transport_options` and `.delta`. `folder`: of the run,
     for what it keeps in files. `keep`: versions that can still be asked for. `timeout_s`: `cluster.step_timeout_s`.
-    `host`: at which others reach a sender.
+    `host`: at which others reach a sender. `device`: `cluster.device`.
     """
 
     name: str
@@ -35,6 +36,27 @@ class TransportSettings:
     delta: bool = False
     timeout_s: float = 600.0
     host: str = "127.0.0.1"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """A bucket in memory of a device, to be opened by other processes on it (`device_memory.py`).
+
+    `device`: its UUID. `handle`, `offset`: of the memory, see `DeviceMemory.share`. `lease`, `number`: the file by
+    which a reader says that it reads, and what stands in it for as long as the memory holds this bucket.
+    """
+
+    device: str
+    handle: bytes = field(repr=False)
+    num_bytes: int
+    offset: int
+    lease: str
+    number: int
+
+
+Place = Path | DevicePlace
+"""Of a bucket: a file in this machine's shared memory, or memory of a device."""
 
 
 class NotKept(LookupError):
@@ -72,8 +94,8 @@ class Fetches(Protocol):
 
     uses_held: bool
 
-    def files(self, publication: Publication) -> Sequence[Path]:
-        """Where its buckets lie as they are, in this machine's shared memory, to be mapped; none: they are fetched."""
+    def places(self, publication: Publication) -> Sequence[Place]:
+        """Where its buckets lie as they are, for the engine to open or map; none: they are fetched."""
         ...
 
     async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
@@ -103,6 +125,31 @@ class WeightTransport(Fetches, Protocol):
     def close(self) -> None:
         """Nothing more is sent or fetched."""
         ...
+
+
+async def fetch_whole(transport: Fetches, publication: Publication, *, within_s: float) -> list[np.ndarray]:
+    """All buckets of a version in main memory, every byte checked. Raises WeightSyncError, naming what is wrong."""
+    manifest = publication.manifest
+    manifest.check()
+    buckets = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
+    limit = asyncio.timeout(within_s)
+    index = 0
+    try:
+        async with limit:
+            for index, bucket in enumerate(buckets):
+                await transport.fetch(publication, index, bucket)
+                await asyncio.to_thread(check_bucket, manifest, index, bucket)
+    except WeightSyncError:
+        raise
+    except Exception as error:  # a transport's own
+        why = f"within {within_s:g} s (cluster.step_timeout_s)" if limit.expired() else f"({_named(error)})"
+        what = f"bucket {index + 1} of {len(buckets)} did not arrive {why}"
+        raise manifest.error("transfer", what) from error
+    return buckets
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def open_transport(settings: TransportSettings) -> WeightTransport:

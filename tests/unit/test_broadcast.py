@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -288,6 +289,29 @@ def test_a_stranger_gets_nothing() -> None:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     sender.close()
+
+
+def test_a_sender_that_cannot_let_anybody_in_for_a_moment_lets_them_in_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when this process has no file descriptor left."""
+    monkeypatch.setattr(broadcast, "ACCEPT_AGAIN_S", 0.01)
+    sender, first, second = (Broadcast(host="127.0.0.1", timeout_s=200.0) for _ in range(3))
+    publication, accept, refused_once = send(sender, 0), socket.socket.accept, threading.Event()
+
+    def accepted(listening: socket.socket) -> Any:
+        if not refused_once.is_set():
+            refused_once.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    asyncio.run(received(first, publication))  # let in by the call that was under way
+    assert np.array_equal(asyncio.run(received(second, publication))[0], version(0)[1][0])
+    assert refused_once.is_set()
+    for end in (first, second, sender):
+        end.close()
+    until(lambda: not [t for t in threading.enumerate() if t.name == "weights"])
 
 
 def test_cancelling_a_fetch_ends_the_thread_that_waits_in_it(other: Callable[..., OtherEnd]) -> None:

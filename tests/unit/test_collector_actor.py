@@ -50,6 +50,13 @@ def test_another_run_on_the_same_engine_has_all_that_is_a_runs_anew(actor: Colle
         process = await actor.start(config, **others)
         assert process["name"].startswith("generator-0/")
         first, engine = actor._run, actor._engine
+        first.weight_sync._ended.clear()  # as while it loads
+        resetting = asyncio.ensure_future(actor.reset(config, **others))
+        await asyncio.sleep(0.05)
+        assert actor._run is first, "one run at a time has the engine"
+        first.weight_sync._ended.set()
+        await resetting
+        first = actor._run
         syncing = asyncio.ensure_future(actor.sync_weights_loop())
         await asyncio.sleep(0)
         await actor.reset(config.model_copy(update={"seed": 5}), **others)

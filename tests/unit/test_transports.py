@@ -24,8 +24,8 @@ from leeway.transports.files import Files, newest_publication
 from leeway.transports.ipc import Ipc
 from leeway.transports.object_store import ObjectStore
 from leeway.transports.shared_memory import SharedFolder, bucket_name
-from leeway.transports.transport import TransportSettings, WeightTransport, open_transport
-from leeway.weights import Manifest, Publication
+from leeway.transports.transport import Place, TransportSettings, WeightTransport, fetch_whole, open_transport
+from leeway.weights import Manifest, Publication, WeightSyncError
 
 from ..transport_contract import Synced, TransportContract, received, send, version
 
@@ -116,14 +116,14 @@ class TestIpc(TestFiles):
     def test_a_fault_that_passes_costs_another_fetch(self, ends: tuple[WeightTransport, WeightTransport]) -> None:
         here, there = ends
         publication = send(here, 1)
-        undo, files = self.damage(publication, "flip"), there.files
+        undo, places = self.damage(publication, "flip"), there.places
 
-        def mended(publication: Publication) -> Sequence[Path]:
+        def mended(publication: Publication) -> Sequence[Place]:
             if synced.sync.num_refused:
                 undo()
-            return files(publication)
+            return places(publication)
 
-        there.files = mended  # type: ignore[method-assign]
+        there.places = mended  # type: ignore[method-assign]
         synced = Synced(there)
         asyncio.run(synced.serve(publication))
         assert synced.holds(1)
@@ -133,7 +133,7 @@ class TestIpc(TestFiles):
 def test_an_engine_maps_the_very_memory_that_the_trainer_wrote_and_keeps_it(tmp_path: Path) -> None:
     here, shared = Ipc(parent=tmp_path), SharedFolder(tmp_path)
     publication = send(here, 0)
-    files = here.files(publication)
+    files = here.places(publication)
     name, buckets = shared.link_files(files)
     for index, (file, bucket) in enumerate(zip(files, buckets, strict=True)):
         assert file.stat().st_ino == (shared.path / name / bucket_name(index)).stat().st_ino
@@ -332,6 +332,34 @@ def test_a_manifest_that_is_none_is_refused(change: dict[str, Any]) -> None:
 def test_a_manifest_survives_the_way_through_a_file() -> None:
     manifest = version(3)[0]
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+class Damaging(Files):
+    """Flips a byte, or never answers."""
+
+    def __init__(self, below: Files, *, answers: bool) -> None:
+        super().__init__(below.folder, keep=1)
+        self._answers = answers
+
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Any = None) -> int:
+        if not self._answers:
+            await asyncio.Event().wait()
+        num_bytes = await super().fetch(publication, index, into)
+        into[-1] ^= index == 1
+        return num_bytes
+
+
+def test_what_an_audit_computes_with_was_checked_and_came_in_time(tmp_path: Path) -> None:
+    writer = files(tmp_path)
+    publication = send(writer, 0)
+    assert np.array_equal(asyncio.run(fetch_whole(writer, publication, within_s=200))[2], version(0)[1][2])
+    with pytest.raises(WeightSyncError, match="bytes check: tensor c does not match"):
+        asyncio.run(fetch_whole(Damaging(writer, answers=True), publication, within_s=200))
+    with pytest.raises(WeightSyncError, match=r"bucket 1 of 3 did not arrive within 0\.01 s"):
+        asyncio.run(fetch_whole(Damaging(writer, answers=False), publication, within_s=0.01))
+    Path(publication.bucket_refs[1]).unlink()
+    with pytest.raises(WeightSyncError, match=r"bucket 2 of 3 did not arrive \(FileNotFoundError"):
+        asyncio.run(fetch_whole(writer, publication, within_s=200))
 
 
 class OfTheUser:

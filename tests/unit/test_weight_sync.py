@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -53,7 +54,7 @@ class FakeEngine:
         self.in_flight = ""
         self.num_sleeps = 0
 
-    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
+    def stage(self, manifest: Manifest, places: Any = ()) -> StagedWeights:
         self.num_staged += 1
 
         def release() -> None:
@@ -92,7 +93,7 @@ class Rig:
 
     uses_held = False
 
-    def files(self, publication: Publication) -> tuple[()]:
+    def places(self, publication: Publication) -> tuple[()]:
         return ()
 
     def __init__(self, **changes: Any) -> None:
@@ -818,5 +819,66 @@ def test_a_load_under_way_ends_before_the_engine_sleeps():
         await asyncio.wait_for(sleeping, 60)
         assert rig.engine.scores == [0, 1]
         assert rig.weight_sync.verified_version == -1
+
+    play(scenario)
+
+
+def test_a_closed_sync_lets_a_load_end_before_another_run_has_the_engine():
+    async def scenario(rig, running):
+        rig.engine.gate = asyncio.Event()
+        await rig.publish(0)
+        assert rig.engine.loads == [0]
+        rig.weight_sync.close()
+        ended = asyncio.create_task(rig.weight_sync.ended())
+        await settle()
+        assert not ended.done(), "what is loaded is being read back and scored"
+        rig.engine.gate.set()
+        await ended
+        assert (rig.weight_sync.verified_version, rig.engine.num_staged) == (0, 0)
+
+    play(scenario)
+
+
+def test_a_closed_sync_gives_up_what_is_still_being_fetched():
+    async def scenario(rig, running):
+        stalled = asyncio.Event()
+
+        async def stalls(*_: Any) -> int:
+            stalled.set()
+            await asyncio.Event().wait()
+            return 0
+
+        rig.fetch = stalls
+        await rig.publish(0)
+        await stalled.wait()
+        rig.weight_sync.close()
+        await rig.weight_sync.ended()
+        await settle()
+        assert (rig.engine.loads, rig.engine.num_staged) == ([], 0)
+
+    play(scenario)
+
+
+def test_memory_that_a_thread_makes_for_nobody_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leeway.collector.weight_sync.SMALL_BYTES", 0)
+    making, go_on = threading.Event(), threading.Event()
+
+    async def scenario(rig, running):
+        stage, released = rig.engine.stage, asyncio.Event()
+
+        def slow(*given: Any) -> StagedWeights:
+            making.set()
+            go_on.wait(60)
+            staged = stage(*given)
+            return dataclasses.replace(staged, release=lambda: (staged.release(), released.set()) and None)
+
+        rig.engine.stage = slow
+        await rig.server.publish(publication(0))
+        await asyncio.to_thread(making.wait, 60)
+        running.cancel()
+        await asyncio.wait([running])
+        go_on.set()
+        await asyncio.wait_for(released.wait(), 60)
+        assert rig.engine.num_staged == 0
 
     play(scenario)
