@@ -2,10 +2,13 @@
 
     python benchmarks/chaos.py --out /tmp/chaos                               # the whole grid, about an hour
     python benchmarks/chaos.py --out /tmp/chaos --cells raylet:stop:train trainer:stop:interrupt
+    python benchmarks/chaos.py --out /tmp/chaos --transports files broadcast+delta ipc ipc:device --engine hf
 
 A cell is part:act:phase. Acts: `kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM, of the driver), `exit` and `block`
 (an environment that calls sys.exit or blocks the event loop of its generator). Phases: `start` (parts are starting),
 `train` (two steps are done), `interrupt` (SIGTERM to the driver a moment after the act: its exit code has to be 143).
+Each cell is run with every transport of the weights that `--transports` names. With more than one, cells are by default
+those in which one end of a transport is killed or stops.
 Each cell is a run of its own in a temporary folder of its own; a table is printed, and written to chaos.md and
 chaos.jsonl as it grows.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -57,6 +61,7 @@ GRID = (
     + ["environment:exit:train", "environment:block:train", "environment:block:interrupt"]
     + ["driver:kill:start", "driver:kill:train", "driver:term:start", "driver:term:train", "nothing:none:train"]
 )
+OF_TRANSPORTS = ["trainer:kill:train", "trainer:stop:train", "generator:kill:train"]
 ENVIRONMENT = """
 import os, sys, time
 from leeway import Environment, Trajectory
@@ -76,6 +81,7 @@ class Misbehaves(Environment):
 class Ending:
     """How one cell ended. `seconds`: from the act to the exit (None: it had to be killed). `left`: what it left."""
 
+    transport: str
     cell: str
     code: int | None
     seconds: float | None
@@ -88,18 +94,21 @@ class Ending:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cells", nargs="+", default=GRID)
+    parser.add_argument("--cells", nargs="+")
+    parser.add_argument("--transports", nargs="+", default=["object_store"], help="NAME, NAME+delta, ipc:device")
+    parser.add_argument("--engine", default="vllm")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to start from; default: made here")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
     model = args.model or warmed_up(args.out)
     endings = []
-    for cell in args.cells:
+    cells = args.cells or (GRID if len(args.transports) == 1 else OF_TRANSPORTS)
+    for transport, cell in itertools.product(args.transports, cells):
         try:
-            endings.append(run_cell(cell, args.out, model))
+            endings.append(run_cell(cell, args.out, model, transport, args.engine))
         except RuntimeError as error:  # it did not get as far as the act
-            print(f"{cell}: {error}", flush=True)
+            print(f"{transport} {cell}: {error}", flush=True)
             continue
         with (args.out / "chaos.jsonl").open("a") as file:
             file.write(json.dumps(asdict(endings[-1])) + "\n")
@@ -130,12 +139,13 @@ def warmed_up(out: Path) -> Path:
     return next(iter(sorted((folder / "stages/sft/checkpoints").glob("step-*/hf"))))
 
 
-def run_cell(cell: str, out: Path, model: Path) -> Ending:
+def run_cell(cell: str, out: Path, model: Path, transport: str, engine: str) -> Ending:
     part, act, phase = cell.split(":")
+    name, _, memory = transport.removesuffix("+delta").partition(":")
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # short: sockets live in it
     shm = set(os.listdir("/dev/shm"))
     (folder / "misbehaves.py").write_text(ENVIRONMENT)
-    trigger, log = folder / "act", out / f"{cell.replace(':', '-')}.txt"
+    trigger, log = folder / "act", out / f"{transport}-{cell}.txt".replace(":", "-")
     mark = f"{cell}-{time.monotonic_ns()}"
     sessions = set(Path("/tmp/ray").glob("session_2*"))
     args = ["run", "async_rl", "--config", "quickstart", f"output_dir={folder}/runs", "name=run"]
@@ -143,6 +153,9 @@ def run_cell(cell: str, out: Path, model: Path) -> Ending:
     args += ["eval.at_start=false", "eval.at_end=false", "stages.async_rl.train.groups_per_step=8"]
     args += [f"stages.async_rl.train.steps={4 if part == 'nothing' else 2000}", "cluster.step_timeout_s=60"]
     args += ["rollout.timeout_s=10", "rollout.retries=1"]
+    args += [f"rollout.engine.name={engine}", f"stages.async_rl.param_server.transport={name}"]
+    args += [f"stages.async_rl.param_server.transport_options.memory={memory}"] if memory else []
+    args += ["stages.async_rl.param_server.delta=true"] if transport.endswith("+delta") else []
     args += ["env.name=misbehaves:Misbehaves"] if part == "environment" else []
     (folder / "tmp").mkdir()
     env = {MARK: mark, "LEEWAY_CHAOS_FILE": str(trigger), "TMPDIR": str(folder / "tmp")}
@@ -175,6 +188,7 @@ def run_cell(cell: str, out: Path, model: Path) -> Ending:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     summary = folder / "runs/leeway/run/summary.json"
     ending = Ending(
+        transport=transport,
         cell=cell,
         code=process.returncode if seconds is not None else None,
         seconds=seconds,
@@ -260,14 +274,13 @@ def row(e: Ending) -> str:
     seconds = f"over {END_S:g}" if e.seconds is None else f"{e.seconds:g}"
     code = "-" if e.code is None else e.code
     left = ", ".join(e.left) or "nothing"
-    return (
-        f"| {e.cell} | {code} | {seconds} | {'yes' if e.right else 'NO'} | {e.last_line[:160]} | {e.summary} | {left} |"
-    )
+    return f"| {e.transport} | {e.cell} | {code} | {seconds} | {'yes' if e.right else 'NO'} | {e.last_line[:160]} | {e.summary} | {left} |"
 
 
 def table(endings: Sequence[Ending]) -> str:
     head = (
-        "| part:act:phase | exit code | seconds | right | last line | summary | left |\n|---|---|---|---|---|---|---|\n"
+        "| weights by | part:act:phase | exit code | seconds | right | last line | summary | left |\n"
+        "|---|---|---|---|---|---|---|---|\n"
     )
     return head + "".join(row(e) + "\n" for e in endings)
 

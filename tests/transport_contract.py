@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,14 @@ class TransportContract:
         assert synced.sync.num_refused == 2, "it was fetched again as often as it may be"
         assert synced.holds(0), "the engine goes on with what was proven"
         assert (synced.sync.verified_version, synced.engine.loads) == (0, [0])
+
+    def test_an_entry_that_is_missing_is_named(self, ends: tuple[WeightTransport, WeightTransport]) -> None:
+        here, there = ends
+        synced, whole = Synced(there, max_failures=0), send(here, 0)
+        entries = whole.manifest.entries[1:]
+        with pytest.raises(WeightSyncError, match="bytes check: the manifest's digest is"):
+            asyncio.run(synced.serve(replace(whole, manifest=replace(whole.manifest, entries=entries))))
+        assert (synced.engine.loads, synced.engine.num_staged) == ([], 0)
 
     def test_a_fault_that_passes_costs_another_fetch(self, ends: tuple[WeightTransport, WeightTransport]) -> None:
         here, there = ends

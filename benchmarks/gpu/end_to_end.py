@@ -1,6 +1,6 @@
 """Engine, weight sync and trainer on one device, end to end: whole runs of `async_rl`, and what bounds them beside.
 
-    python benchmarks/gpu/end_to_end.py                                   # on a GPU: every model, in turns and together
+    python benchmarks/gpu/end_to_end.py               # on a GPU: every model, in turns and together, two transports
     python benchmarks/gpu/end_to_end.py --models smollm=/models/SmolLM2-135M-Instruct --placements turns --steps 8
     python benchmarks/gpu/end_to_end.py --device cpu --models quickstart 135m --placements separate turns
 
@@ -16,6 +16,7 @@ row that says so. Medians over all steps but the first; `gap` is the largest of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -46,6 +47,9 @@ def main() -> None:
         help=f"quickstart (it learns), a random shape ({', '.join(SHAPES)}), or NAME=FOLDER",
     )
     parser.add_argument("--placements", nargs="+", default=["turns", "together"])
+    parser.add_argument(
+        "--transports", nargs="+", default=["object_store", "ipc"], help="of weights; see docs/design.md"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--response-tokens", type=int, default=RESPONSE)
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -63,8 +67,8 @@ def main() -> None:
     for name in args.models:
         folder = model_folder(name, out, args)
         bare = None if folder is None else own_process(args, folder)
-        for placement in args.placements:
-            show(name, placement, run(name, folder, placement, out, args), bare, args)
+        for placement, transport in itertools.product(args.placements, args.transports):
+            show(name, f"{placement}, {transport}", run(name, folder, placement, transport, out, args), bare, args)
 
 
 def model_folder(name: str, out: Path, args: argparse.Namespace) -> Path | None:
@@ -94,9 +98,11 @@ def model_folder(name: str, out: Path, args: argparse.Namespace) -> Path | None:
     return folder
 
 
-def run(name: str, folder: Path | None, placement: str, out: Path, args: argparse.Namespace) -> dict[str, Any]:
+def run(
+    name: str, folder: Path | None, placement: str, transport: str, out: Path, args: argparse.Namespace
+) -> dict[str, Any]:
     """One run; its metrics by name, or what it said last."""
-    label = f"{name.partition('=')[0]}-{placement}"
+    label = f"{name.partition('=')[0]}-{placement}-{transport}"
     settings = [
         f"output_dir={out}",
         f"name={label}",
@@ -104,6 +110,7 @@ def run(name: str, folder: Path | None, placement: str, out: Path, args: argpars
         f"model.dtype={args.dtype}",
         f"cluster.device={args.device}",
         f"stages.async_rl.cluster.placement={placement}",
+        f"stages.async_rl.param_server.transport={transport}",
         f"stages.async_rl.train.steps={args.steps}",
         "staleness.in_flight=recompute",
         "cluster.start_timeout_s=600",
@@ -208,9 +215,9 @@ def peak_flops(device: str) -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def show(name: str, placement: str, found: dict[str, Any], bare: float | None, args: argparse.Namespace) -> None:
+def show(name: str, how: str, found: dict[str, Any], bare: float | None, args: argparse.Namespace) -> None:
     if "failed" in found:
-        print(f"\n{name} {placement}: FAILED: {found['failed']}", flush=True)
+        print(f"\n{name}, {how}: FAILED: {found['failed']}", flush=True)
         return
 
     def median(key: str) -> float:
@@ -240,12 +247,12 @@ def show(name: str, placement: str, found: dict[str, Any], bare: float | None, a
             "turns",
             f"to trainer {median('turns/to_trainer_s'):.3f} s, to engines {median('turns/to_engines_s'):.3f} s; "
             f"released {median('turns/released_gib'):.2f}, offloaded {median('turns/offloaded_gib'):.2f} GiB"
-            if placement == "turns"
+            if how.startswith("turns")
             else "none",
         ),
         ("memory", f"trainer's peak {median('train/peak_memory_gib'):.2f} GiB"),
     )
-    print(f"\n{name}, {placement}")
+    print(f"\n{name}, {how}")
     for label, text in lines:
         print(f"  {label:<12}{text}", flush=True)
 

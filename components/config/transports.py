@@ -61,6 +61,12 @@ def transport_options(config: Config) -> Mapping[str, Any]:
     return options
 
 
+def versions_are_on_gpu(config: Config) -> bool:
+    """Whether versions wait for engines in the memory of the GPU that they share with the trainer."""
+    p = config.param_server
+    return p.transport == "ipc" and config.cluster.device == "cuda" and _memory(config) == "device"
+
+
 def _memory(config: Config) -> str:
     on_gpu = config.cluster.device == "cuda" and can_share_device(config)
     return config.param_server.transport_options.get("memory", "device" if on_gpu else "host")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import Config, Recipe, derive
+from ..config.transports import versions_are_on_gpu
 from .models import ModelShape
 
 GIB = 2**30
@@ -83,7 +84,7 @@ def processes_of(config: Config, recipe: Recipe, shape: ModelShape) -> list[Proc
         versions = versions_kept(config)
         held: dict[str, int] = {}
         served = _served_bytes(config) * trained_parameters(config, shape)
-        if config.param_server.transport in KEPT_IN:
+        if config.param_server.transport in KEPT_IN and not versions_are_on_gpu(config):
             held[KEPT_IN[config.param_server.transport]] = versions * served
         if config.param_server.delta:
             held["what left last, for differences"] = served
@@ -137,6 +138,8 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
         "activations": activation_bytes(config, shape, computed),
         "logits": logit_bytes(config, shape),
     }
+    if publishes and versions_are_on_gpu(config):
+        device["versions for the engine"] = (versions_kept(config) + 1) * computed * trained  # one more: it is slow
     copies: dict[str, int] = {}
     if config.checkpoint.every and config.checkpoint.in_background:
         copies["copy while saving"] = (MASTER_BYTES + OPTIMIZER_BYTES) * trained // shards

@@ -221,8 +221,12 @@ def test_a_reader_that_is_killed_keeps_no_memory(tmp_path: Path) -> None:
 def test_what_a_killed_sender_leaves_is_whole_for_its_readers_and_removed_by_the_next(tmp_path: Path) -> None:
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(write, f"{places_to_json(send(ipc(tmp_path), 0).bucket_refs)}\n".encode())
-        signal.pause()
+        try:
+            os.write(write, f"{places_to_json(send(ipc(tmp_path), 0).bucket_refs)}\n".encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(write)
     with os.fdopen(read) as told:
         places = places_from_json(told.readline())
     reading = Opened(version(0)[0], places, HostMemory())
@@ -369,6 +373,7 @@ def cuda(folder: Path | None) -> DeviceMemory:
     return device_memory(torch.device("cuda"))
 
 
+@pytest.mark.gpu
 @on_a_gpu
 def test_another_process_reads_a_gpus_memory_and_leaves_none_of_it_behind(tmp_path: Path) -> None:
     here = DeviceIpc(cuda, longest_s=200.0, parent=tmp_path)
@@ -396,6 +401,7 @@ def test_another_process_reads_a_gpus_memory_and_leaves_none_of_it_behind(tmp_pa
     assert torch.cuda.memory_allocated() < WHOLE, "nothing waits for a reader that is gone"
 
 
+@pytest.mark.gpu
 @on_a_gpu
 def test_a_gpu_goes_by_its_uuid_and_opens_nothing_of_another(tmp_path: Path) -> None:
     memory = device_memory(torch.device("cuda"))

@@ -20,6 +20,8 @@ from leeway.config import ConfigError
 from leeway.config.transports import TRANSPORTS, check_transport, transport_options
 from leeway.transports.broadcast import Broadcast
 from leeway.transports.delta import Delta
+from leeway.transports.device_ipc import DeviceIpc
+from leeway.transports.device_memory import HostMemory
 from leeway.transports.files import Files, newest_publication
 from leeway.transports.ipc import Ipc
 from leeway.transports.object_store import ObjectStore
@@ -27,7 +29,7 @@ from leeway.transports.shared_memory import SharedFolder, bucket_name
 from leeway.transports.transport import Place, TransportSettings, WeightTransport, fetch_whole, open_transport
 from leeway.weights import Manifest, Publication, WeightSyncError
 
-from ..transport_contract import Synced, TransportContract, received, send, version
+from ..transport_contract import SIZES, Synced, TransportContract, received, send, version
 
 
 class TestObjectStore(TransportContract):
@@ -128,6 +130,73 @@ class TestIpc(TestFiles):
         asyncio.run(synced.serve(publication))
         assert synced.holds(1)
         assert synced.sync.num_refused == 1
+
+
+def in_shared_memory(parent: Path, kind: str) -> Ipc | DeviceIpc:
+    return Ipc(parent=parent) if kind == "host" else DeviceIpc(HostMemory, longest_s=200.0, parent=parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("at", ["put", "announced"])
+def test_what_a_killed_sender_leaves_in_shared_memory_is_removed_by_the_next(
+    tmp_path: Path, kind: str, at: str
+) -> None:
+    if (child := os.fork()) == 0:
+        try:
+            writer = in_shared_memory(tmp_path, kind)
+            send(writer, 0)
+            outgoing = writer.begin(1)
+            for bucket in version(1)[1][: 1 if at == "put" else None]:
+                outgoing.put(bucket)
+            if at == "announced":
+                outgoing.commit(version(1)[0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    after = in_shared_memory(tmp_path, kind)
+    publication = send(after, 2)
+    assert not left.exists()
+    synced = Synced(after)
+    asyncio.run(synced.serve(publication))
+    assert synced.holds(2)
+    after.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["files", "host", "device"])
+def test_a_receiver_that_is_killed_in_the_middle_of_a_version_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    here = files(tmp_path, keep=1) if kind == "files" else in_shared_memory(tmp_path, kind)
+    publication = send(here, 0)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            synced = Synced(here)
+
+            async def killed(*_: Any, **__: Any) -> None:
+                os.write(write, b".")
+                signal.pause()
+
+            synced.engine.load_weights = killed
+            asyncio.run(synced.sync._sync(publication))
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.read(read, 1), "it has staged and checked all of it"
+    os.close(read)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for number in range(1, 4):
+        publication = send(here, number)
+    synced = Synced(here)
+    asyncio.run(synced.serve(publication))
+    assert synced.holds(3)
+    on_disk = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file() and p.stat().st_size in SIZES]
+    assert sum(on_disk) <= (2 if kind == "device" else 1) * sum(SIZES), "of the versions that it keeps anyway"
+    here.close()
 
 
 def test_an_engine_maps_the_very_memory_that_the_trainer_wrote_and_keeps_it(tmp_path: Path) -> None:

@@ -870,7 +870,12 @@ def test_memory_that_a_thread_makes_for_nobody_is_given_back(monkeypatch: pytest
             making.set()
             go_on.wait(60)
             staged = stage(*given)
-            return dataclasses.replace(staged, release=lambda: (staged.release(), released.set()) and None)
+
+            def release() -> None:
+                staged.release()
+                released.set()
+
+            return dataclasses.replace(staged, release=release)
 
         rig.engine.stage = slow
         await rig.server.publish(publication(0))
