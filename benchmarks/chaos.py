@@ -274,7 +274,8 @@ def row(e: Ending) -> str:
     seconds = f"over {END_S:g}" if e.seconds is None else f"{e.seconds:g}"
     code = "-" if e.code is None else e.code
     left = ", ".join(e.left) or "nothing"
-    return f"| {e.transport} | {e.cell} | {code} | {seconds} | {'yes' if e.right else 'NO'} | {e.last_line[:160]} | {e.summary} | {left} |"
+    right = "yes" if e.right else "NO"
+    return f"| {e.transport} | {e.cell} | {code} | {seconds} | {right} | {e.last_line[:160]} | {e.summary} | {left} |"
 
 
 def table(endings: Sequence[Ending]) -> str:
