@@ -124,7 +124,7 @@ class Synced:
     def __init__(self, transport: WeightTransport, **changes: Any) -> None:
         self.engine: Any = Engine()  # it never sleeps
         self.server, self.transport = ParameterServer(), transport
-        settings: dict[str, Any] = {"deadline_s": 200.0, "max_failures": 2} | changes
+        settings: dict[str, Any] = {"deadline_s": 200.0, "max_failures": 2, "retry_s": 0.0} | changes
         self.sync = WeightSync(
             self.engine,
             lambda newer_than, timeout_s: self.server.pull(newer_than=newer_than, timeout_s=timeout_s),
@@ -206,8 +206,14 @@ class TransportContract:
 
     @pytest.mark.parametrize(("fault", "check", "names"), FAULTS)
     def test_what_is_damaged_on_the_way_reaches_no_engine_and_is_named(
-        self, ends: tuple[WeightTransport, WeightTransport], fault: str, check: str, names: str
+        self,
+        ends: tuple[WeightTransport, WeightTransport],
+        fault: str,
+        check: str,
+        names: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr("leeway.collector.weight_sync.OVERTAKEN_S", 0.01)
         here, there = ends
         synced, before, publication = Synced(there), send(here, 0), send(here, 1)
 

@@ -49,6 +49,9 @@ Pull = Callable[[int, float], Awaitable[Publication | None]]
 
 OVERTAKEN_S = 1.0
 """Time for the parameter server to say whether there is a newer version than one that was not kept."""
+RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
+"""Before a version that did not arrive is fetched again, four times as long after each failure: a link that is cut for
+a moment refuses all attempts at once."""
 POLL_S = 10.0
 """How long one question to the parameter server may stay open; the next one follows at once, for as long as the
 trainer has nothing newer."""
@@ -115,6 +118,7 @@ class WeightSync:
         max_failures: int,
         verified_version: int = -1,
         finish_first: bool = False,
+        retry_s: float = RETRY_S,
         caught_up: Callable[[], Awaitable[None]] = _at_once,
         asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -134,6 +138,7 @@ class WeightSync:
         self._paused = paused
         self._on_quarantine = on_quarantine
         self._max_failures = max_failures
+        self._retry_s = retry_s
         self._caught_up = caught_up
         self._asleep = asleep
         self._sleeping = ExitStack()
@@ -192,6 +197,7 @@ class WeightSync:
             self._hold(None)  # what the transport made of it is not what it should be: fetch all of it
             if not await self._is_overtaken(error):
                 self._refuse(error)
+                await self._first(asyncio.sleep(min(LONGEST_RETRY_S, self._retry_s * 4 ** (self._num_failures - 1))))
             return
         if self._closed.is_set():
             _release_when_done(staging, lambda result: result[0])

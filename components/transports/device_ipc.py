@@ -120,6 +120,8 @@ class DeviceIpc:
         return _Set(self._device, LeaseFile(self._folder.path / f"{self._num_sets:05d}.lease"))
 
     def _keep(self, one: _Set) -> None:
+        if self._folder is None:
+            raise RuntimeError("the transport was closed before this version was complete")
         self._kept.append(one)
         while len(self._kept) > self.keep:
             self._give_back(self._kept.pop(0))
@@ -130,6 +132,9 @@ class DeviceIpc:
                 other.free()
 
     def _give_back(self, one: _Set) -> None:
+        if self._folder is None:
+            one.free()  # nobody was told of it
+            return
         one.replaced_at = time.monotonic()
         self._replaced.append(one)
 

@@ -256,6 +256,21 @@ def test_a_version_that_was_given_up_needs_no_memory_of_its_own(tmp_path: Path) 
     here.close()
 
 
+def test_what_is_still_on_its_way_when_the_transport_is_closed_is_given_back(tmp_path: Path) -> None:
+    here = ipc(tmp_path)
+    outgoing = here.begin(0)
+    outgoing.put(version(0)[1][0])
+    memory = Path(os.fsdecode(outgoing._places[0].handle))
+    assert memory.exists()
+    here.close()
+    with pytest.raises(RuntimeError, match="closed before this version was complete"):
+        outgoing.commit(version(0)[0])
+    outgoing.discard()
+    assert not outgoing._set.buckets
+    with pytest.raises(OSError):
+        os.fstat(outgoing._set.lease._file)
+
+
 def test_an_audit_reads_what_its_own_process_shares(tmp_path: Path) -> None:
     class LikeCuda(HostMemory):
         def opened(self, place: DevicePlace) -> torch.Tensor:

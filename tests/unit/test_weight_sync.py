@@ -106,6 +106,7 @@ class Rig:
             "pull_every": 1,
             "deadline_s": 600.0,
             "max_failures": 0,
+            "retry_s": 0.0,
         }
         self.quarantines: list[str] = []
         self.weight_sync = WeightSync(
@@ -887,3 +888,22 @@ def test_memory_that_a_thread_makes_for_nobody_is_given_back(monkeypatch: pytest
         assert rig.engine.num_staged == 0
 
     play(scenario)
+
+
+def test_a_version_is_fetched_again_after_a_while_and_later_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleeps(seconds: float, *given: Any) -> None:
+        if seconds:
+            waited.append(seconds)
+        await sleep(0)
+
+    async def scenario(rig, running):
+        rig.faults = [ConnectionError("cut")] * 4
+        monkeypatch.setattr(asyncio, "sleep", sleeps)
+        await rig.publish(0)
+        await asyncio.wait_for(rig.weight_sync.until_verified(0), 60)
+        assert (waited, rig.weight_sync.num_refused) == ([1.0, 4.0, 16.0, 60.0], 4)
+
+    play(scenario, max_failures=4, retry_s=1.0)
