@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..weights import Manifest, Publication
-from .device_memory import DeviceMemory
+from .device_memory import PIECE_BYTES, DeviceMemory
 from .leases import Lease, LeaseFile
 from .shared_memory import SharedFolder
 from .transport import DevicePlace, Held
@@ -91,7 +91,9 @@ class DeviceIpc:
         try:
             memory = self._own(place)  # CUDA does not open what the same process shares
             memory = device.opened(place) if memory is None else memory
-            np.copyto(into, device.read(memory, 0, place.num_bytes))
+            for start in range(0, into.nbytes, PIECE_BYTES):
+                piece = into[start : start + PIECE_BYTES]
+                np.copyto(piece, device.read(memory, start, piece.nbytes))
             lease.check()
             del memory  # before the lease ends
         finally:

@@ -30,6 +30,8 @@ NO_COUNTER = b"/leeway-none"
 """torch counts the readers of what it shares in a file that the writer names, and takes any place in it: an address in
 this process that another one chose. Leases count them here, so torch is given a file that does not exist."""
 EVENT_BYTES = 64
+PIECE_BYTES = 16 << 20
+"""Read into (pinned) main memory at once, to be checked there: a moment between two passes."""
 
 
 class DeviceMemory(Protocol):
@@ -258,7 +260,8 @@ class Opened:
     def checks(self, manifest: Manifest) -> Generator[None, None, None]:
         """Checks every byte, in main memory, some at a time. Raises WeightSyncError, or NotKept."""
         for index, memory in enumerate(self.tensors):
-            yield from bucket_checks(manifest, index, memory.nbytes, functools.partial(self._device.read, memory))
+            read = functools.partial(self._device.read, memory)
+            yield from bucket_checks(manifest, index, memory.nbytes, read, piece_bytes=PIECE_BYTES)
         self._lease.check()
 
     def confirm(self, manifest: Manifest) -> None:

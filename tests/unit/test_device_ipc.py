@@ -37,7 +37,7 @@ from leeway.transports.transport import (
     WeightTransport,
     open_transport,
 )
-from leeway.weights import Publication, WeightSyncError
+from leeway.weights import Publication, WeightSyncError, bucket_checks
 
 from ..transport_contract import SIZES, Synced, TransportContract, received, send, version
 
@@ -269,6 +269,29 @@ def test_what_is_still_on_its_way_when_the_transport_is_closed_is_given_back(tmp
     assert not outgoing._set.buckets
     with pytest.raises(OSError):
         os.fstat(outgoing._set.lease._file)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1000, 4096, 1 << 20])
+def test_what_is_checked_in_pieces_is_checked_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    number = 4096 // piece_bytes or 1
+    manifest, buckets = version(0)
+    for flipped in (None, 0, 2048, 4095):
+        small = buckets[1].copy()
+        if flipped is not None:
+            small[flipped] ^= 1
+        checks = bucket_checks(manifest, 1, 4096, lambda at, size, b=small: b[at : at + size], piece_bytes=piece_bytes)
+        if flipped is None:
+            assert len(list(checks)) >= number
+        else:
+            with pytest.raises(WeightSyncError, match="tensor c does not match"):
+                list(checks)
+    if piece_bytes == 1 << 20:
+        monkeypatch.setattr("leeway.transports.device_ipc.PIECE_BYTES", piece_bytes)
+        here = ipc(tmp_path)
+        assert np.array_equal(asyncio.run(received(here, send(here, 0)))[0], buckets[0])
+        here.close()
 
 
 def test_an_audit_reads_what_its_own_process_shares(tmp_path: Path) -> None:
