@@ -72,7 +72,8 @@ def shrunk(tree: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
         data = folder / f"tasks-{i}.jsonl"
         own.pop("eval", None)
         own.pop("monitor", None)
-        own.get("algorithm", {}).pop("reference_path", None)
+        if "reference_path" in own.get("algorithm", {}):
+            own["algorithm"]["reference_path"] = str(model)
         if "task" in own:
             settings = {**tree.get("task", {}), **own["task"]}
             own["task"] = {k: v for k, v in own["task"].items() if k.endswith("_key") or k in ("answer_after", "order")}

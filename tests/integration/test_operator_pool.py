@@ -24,13 +24,16 @@ from ..fakes import SOON_S, admit, buffer_of, group, take_batch
 from .conftest import ANY_ENGINE, DIGITS_LAST
 
 JUDGED = """
-import os, time
+import os, signal, time
 from dataclasses import replace
 from pathlib import Path
 
-def judged(group, *, folder):
-    '''Changes every reward, and takes longest for the group that came first.'''
+def judged(group, *, folder, kills):
+    '''Changes every reward, and takes longest for the group that came first. Two groups end their process.'''
     time.sleep(0.05 * (3 - group.group_id % 4))
+    if kills and group.group_id in (2, 5) and not list(Path(folder).glob(f"{group.group_id}.killed")):
+        (Path(folder) / f"{group.group_id}.killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     (Path(folder) / f"{group.group_id}.{os.getpid()}").touch()
     rewards = zip(group.rewards, group.texts)
     return replace(group, rewards=[reward + 0.01 * i + 0.001 * len(text) for i, (reward, text) in enumerate(rewards)])
@@ -229,7 +232,7 @@ def test_wrong_options_end_the_start_by_name_and_the_process_ends_with_its_owner
 def test_a_run_whose_operators_have_processes_trains_the_same_weights(
     start: Any, from_untrained: list[str], of_sums: list[str], tmp_path: Path
 ) -> None:
-    """In lockstep. Two runs side by side; what one has in a pool is done by the other's buffer."""
+    """In lockstep, side by side: one has a pool, whose processes die, where the other has its buffer do it."""
     (tmp_path / "my_judge.py").write_text(JUDGED)
     hashes, workers, groups = [], [], 4
     commands = []
@@ -240,7 +243,8 @@ def test_a_run_whose_operators_have_processes_trains_the_same_weights(
             "async_rl", *from_untrained, *of_sums, *DIGITS_LAST, ANY_ENGINE,
             "stages.async_rl.train.steps=3", f"stages.async_rl.train.groups_per_step={groups}",
             "stages.async_rl.optimizer.warmup_steps=0", "staleness.max_policy_lag=0", "eval.at_start=false",
-            "eval.at_end=false", f"replay.operators=[{{my_judge:judged: {{folder: '{folder}'}}}}]",
+            "eval.at_end=false",
+            f"replay.operators=[{{my_judge:judged: {{folder: '{folder}', kills: {str(number > 0).lower()}}}}}]",
             f"replay.operator_processes={number}", name=f"operators-{number}",
         )  # fmt: skip
         commands.append((command, folder))
@@ -250,7 +254,8 @@ def test_a_run_whose_operators_have_processes_trains_the_same_weights(
         hashes.append(run.summary["weights_sha256"])
         done = [path.name.split(".") for path in folder.iterdir()]
         assert {int(group) for group, _ in done} >= set(range(3 * groups)), "the operator saw every group"
-        workers.append({pid for _, pid in done})
+        workers.append({pid for _, pid in done} - {"killed"})
         assert min(run.series("train/reward/std")) > 0, "it changed rewards"
-    assert (len(workers[0]), len(workers[1])) == (1, 2)
+        assert max(run.series("replay/operators/replaced"), default=0) == number, "two groups ended their process"
+    assert len(workers[0]) == 1 < len(workers[1])
     assert hashes[0] == hashes[1]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from leeway.config import ConfigError, load_config
 from leeway.config.inputs import EvalSampling
+from leeway.driver import explore_stage
 from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
 from leeway.driver.evaluation import evaluate, evaluated_of, in_one_line, measured_by, of_set, shared_out, summarise
 from leeway.driver.saved_weights import saved_models
@@ -286,3 +287,56 @@ def test_one_generators_tasks_may_all_fail_but_not_all_tasks():
         evaluated(PlayedCollector(1.0, failing="01"), tasks="01")
     with pytest.raises(PartFailed, match="evaluation on a: there are no tasks"):
         evaluated(PlayedCollector(1.0), tasks="")
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "the train job was started again"])
+def test_an_explorer_works_on_held_out_tasks_for_as_long_as_they_are_wanted(wanted, monkeypatch, capsys):
+    monkeypatch.setattr(explore_stage, "PROGRESS_S", 0.01)
+    told = []
+
+    async def main():
+        called_off, asked, num_looks = asyncio.Event(), asyncio.Event(), 0
+
+        async def evaluate(tasks, sampling, version):
+            await called_off.wait()
+            return ["the evaluation was called off"] * len(tasks)
+
+        async def stop_evaluating():
+            called_off.set()
+
+        async def num_evaluated():
+            return 0
+
+        async def evaluation():
+            if asked.is_set():
+                return None
+            asked.set()
+            task = {"task_id": "t", "prompt": "p"}
+            return {"session": "s", "number": 3, "policy_version": 7, "sampling": {}, "tasks": {"0": task, "1": task}}
+
+        async def evaluating(session, moved):
+            nonlocal num_looks
+            num_looks += 1
+            told.append((session, moved))
+            if wanted and num_looks == 5:  # they are answered in the end
+                called_off.set()
+            return wanted
+
+        async def evaluated(session, number, answers, why):
+            told.append((session, number, sorted(answers)))
+
+        def remote(**calls):
+            return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+        actor = remote(evaluate=evaluate, stop_evaluating=stop_evaluating, num_evaluated=num_evaluated)
+        link = remote(evaluation=evaluation, evaluating=evaluating, evaluated=evaluated)
+        stage = object.__new__(explore_stage.ExploreStage)
+        stage._name = "explore"
+        async with asyncio.timeout(60):
+            await stage._evaluate(SimpleNamespace(buffer=link, **generators_of(actor)))
+
+    asyncio.run(main())
+    looks, (last,) = told[:-1], told[-1:]
+    assert looks == [("s", True), *[("s", False)] * (4 if wanted else 0)], "only the first look was news"
+    assert last == ("s", 3, ["0", "1"])
+    assert ("answered no more" in capsys.readouterr().out) is not wanted
