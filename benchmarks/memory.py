@@ -41,8 +41,9 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("spawn")  # read when a process starts
     with tempfile.TemporaryDirectory() as folder:
-        for work, given in [(make_model, ()), *((measure, (part, args.settings)) for part in args.part)]:
-            process = context.Process(target=work, args=(args.shape, args.length, folder, *given))
+        make_model(args.shape, args.length, folder)
+        for part in args.part:
+            process = context.Process(target=measure, args=(args.shape, args.length, folder, part, args.settings))
             process.start()
             process.join()
             if process.exitcode:

@@ -20,7 +20,7 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
-from . import forked, lanes
+from . import fork_servers, forked, lanes
 from .tiers import LONG, in_order, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
@@ -98,7 +98,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(50_000)
     gc.enable()
     if session.items and not session.config.option.collectonly:
+        if any("fork_servers_imported" in getattr(item, "fixturenames", ()) for item in session.items):
+            fork_servers.begin()
         forked.begin()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The tensors of a test are so small that handing a share to a second thread costs more than the share."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def fork_servers_imported() -> None:
+    """For tests that start runs: see `fork_servers`."""
 
 
 @pytest.fixture(scope="session")

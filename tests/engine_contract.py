@@ -37,6 +37,7 @@ from leeway.weights import (
 
 TOLERANCE = 1e-4
 VOCABULARY = 96
+OTHER_TEMPERATURE = "the same at a temperature at which logprobs are not divided"
 
 
 class Publisher:
@@ -331,7 +332,7 @@ class EngineContract:
         assert len(calls) > n, "all at once is no stream"
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.long(OTHER_TEMPERATURE)), 0.7])
     def test_tokens_in_flight_are_exact_for_their_own_version(self, served: Served, temperature: float) -> None:
         """They live through three updates: each token's logprob is that of the weights that its version names."""
         most, before, after = _in_flight(served, "recompute", temperature=temperature)

@@ -9,34 +9,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
+import json
 import logging
 import os
-import pickle
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 MAX_BYTES = 100_000
 """Of a request: mostly an environment."""
+MAX_DESCRIPTORS = 8
+ANSWER_S = 250.0
+"""A server may still be importing."""
 _server: socket.socket | None = None
 
 
 @dataclass(frozen=True)
 class _Request:
     code: str
-    args: tuple[str, ...]
+    args: Sequence[str]
     env: dict[str, str]
     cwd: str
     start_new_session: bool
@@ -45,8 +50,9 @@ class _Request:
 class Forked:
     """As `subprocess.Popen([sys.executable, "-c", code, *args])`, with what the tests use of it.
 
-    `stdin` and `stdout` are pipes if they are not given; `stderr` is this process's. /proc shows this process's command
-    line and environment.
+    `stdin` and `stdout` are pipes if they are not given; `stderr` is this process's. It has `more` as descriptors 3, 4
+    and so on. /proc shows its server's command line, and the environment of the process that `begin` was called in.
+    `server`: another one than that of `begin`.
     """
 
     def __init__(
@@ -58,12 +64,16 @@ class Forked:
         stdin: Any = None,
         stdout: Any = None,
         stderr: Any = 2,
+        more: Sequence[Any] = (),
         start_new_session: bool = False,
+        server: socket.socket | None = None,
     ) -> None:
-        assert _server is not None, "no test runs yet"
+        server = server or _server
+        assert server is not None, "no test runs yet"
         self.returncode: int | None = None
         ours, theirs = socket.socketpair()
-        streams: list[Any] = [stdin, stdout, stderr]
+        ours.settimeout(ANSWER_S)
+        streams: list[Any] = [stdin, stdout, stderr, *more]
         self.stdin: BinaryIO | None = None
         self.stdout: BinaryIO | None = None
         if stdin is None:
@@ -72,10 +82,11 @@ class Forked:
         if stdout is None:
             read, streams[1] = os.pipe()
             self.stdout = os.fdopen(read, "rb")
-        request = pickle.dumps(_Request(code, args, dict(env), str(cwd or Path.cwd()), start_new_session))
+        asked = _Request(code, args, dict(env), str(cwd or Path.cwd()), start_new_session)
+        request = json.dumps(asdict(asked)).encode()
         assert len(request) < MAX_BYTES
         descriptors = [s if isinstance(s, int) else s.fileno() for s in streams]
-        socket.send_fds(_server, [request], [*descriptors, theirs.fileno()])
+        socket.send_fds(server, [request], [*descriptors, theirs.fileno()])
         theirs.close()
         if stdin is None:
             os.close(descriptors[0])
@@ -109,6 +120,9 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def communicate(self, text: str = "", timeout: float | None = None) -> str:
         """Writes `text` to its stdin, and returns what it has written to its stdout once it has ended."""
         assert self.stdin is not None
@@ -128,14 +142,19 @@ def begin() -> None:
     _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
-        return
+    else:
+        serve(theirs, _set_environment)
+
+
+def serve(requests: socket.socket, take_environment: Callable[[Mapping[str, str]], None]) -> NoReturn:
+    """Fork for each request, until nobody can ask any more. `take_environment`: what a fork does with its own."""
     try:
-        request = _serve(theirs)
+        request = _serve(requests)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     if request is not None:
-        _become(request)
+        _become(request, take_environment)
     os._exit(0)
 
 
@@ -164,7 +183,7 @@ def _serve(requests: socket.socket) -> _Request | None:
                     except OSError:  # nobody waits for it
                         pass
                 continue
-            text, descriptors, _, _ = socket.recv_fds(requests, MAX_BYTES, 4)
+            text, descriptors, _, _ = socket.recv_fds(requests, MAX_BYTES, MAX_DESCRIPTORS)
             if not text:
                 return None
             *streams, told = descriptors
@@ -173,8 +192,8 @@ def _serve(requests: socket.socket) -> _Request | None:
                 selector.close()
                 for number, stream in enumerate(streams):
                     os.dup2(stream, number)
-                os.closerange(3, 65_536)
-                return pickle.loads(text)  # from the process that this one is a copy of
+                os.closerange(len(streams), 65_536)
+                return _Request(**json.loads(text))
             for stream in streams:
                 os.close(stream)
             ended, conn = os.pidfd_open(pid), socket.socket(fileno=told)
@@ -182,14 +201,14 @@ def _serve(requests: socket.socket) -> _Request | None:
             selector.register(ended, selectors.EVENT_READ, (pid, conn))
 
 
-def _become(request: _Request) -> None:
+def _become(request: _Request, take_environment: Callable[[Mapping[str, str]], None]) -> None:
     """What pytest has changed is undone, and the code run as a program."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request.start_new_session:
         os.setsid()
     os.chdir(request.cwd)
-    os.environ.clear()
-    os.environ.update(request.env)
+    take_environment(request.env)
+    tempfile.tempdir = None  # where that was, the environment said
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
     logging.getLogger().handlers.clear()
@@ -217,3 +236,34 @@ def _become(request: _Request) -> None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
             sys.stdout.flush()
         os._exit(code)
+
+
+def _set_environment(env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+
+
+_pointers: Any = None
+
+
+def lay_out_environment(env: Mapping[str, str]) -> None:
+    """Have `env` where a process that is started has it: /proc shows it, and what looks for it in memory finds it.
+
+    The server needs as much room there, which its own environment has to leave.
+    """
+    global _pointers
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    entries = [os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items()]
+    block = b"".join(entries)
+    assert len(block) < end - start, f"an environment of {len(block)} bytes, room for {end - start}"
+    os.environ.clear()
+    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+    addresses, at = [], start
+    for entry in entries:
+        addresses.append(at)
+        at += len(entry)
+    _pointers = (ctypes.c_void_p * (len(addresses) + 1))(*addresses, None)
+    ctypes.c_void_p.in_dll(ctypes.CDLL(None), "environ").value = ctypes.addressof(_pointers)
+    encoded = {os.environ.encodekey(name): os.environ.encodevalue(value) for name, value in env.items()}  # type: ignore[attr-defined]
+    os.environ._data.update(encoded)  # type: ignore[attr-defined]

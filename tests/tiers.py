@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-APART = tuple(f"integration/test_{name}.py" for name in ("auxiliary", "endings", "examples", "plugins", "serving"))
+APART = tuple(
+    f"integration/test_{name}.py" for name in ("auxiliary", "endings", "examples", "explorers", "plugins", "serving")
+)
 """Files of whole runs that share nothing. Tests of any other file share fixtures, and stay together."""
 RANKS = tuple(
     f"unit/test_{name}.py" for name in ("checkpoint", "trainer", "publish", "audit", "actor_critic", "exact_splits")

@@ -25,6 +25,7 @@ from leeway.runtime.footprint import MARK_ENV, Footprint
 from leeway.tasks.bootstrap import build_model_dir
 from leeway.tasks.taskset import build_taskset
 
+from .. import fork_servers
 from ..forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +76,8 @@ class Run:
 class Started:
     """A `leeway` command that is under way, in a process group of its own. What it starts bears a mark.
 
-    `anew`: by an interpreter that has imported nothing. Otherwise it is forked from one that has (`forked`), and draws
-    no curves.
+    `anew`: by an interpreter that has imported nothing. Otherwise it and its fork server are forked from processes that
+    have (`forked`, `fork_servers`), and it draws no curves.
     """
 
     def __init__(self, args: list[str], *, cwd: Path, run_dir: Path, anew: bool = False) -> None:
@@ -94,10 +95,9 @@ class Started:
                     command, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True
                 )
             else:
-                code = f"{NO_PICTURE}\n{LEEWAY}"
-                self.process = Forked(
-                    code, *args, cwd=cwd, env=env, stdin=0, stdout=log, stderr=log, start_new_session=True
-                )
+                code = f"{NO_PICTURE}\n{fork_servers.USE}\n{LEEWAY}"
+                streams = {"stdin": 0, "stdout": log, "stderr": log, "more": fork_servers.descriptors()}
+                self.process = Forked(code, *args, cwd=cwd, env=env, start_new_session=True, **streams)
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -232,14 +232,14 @@ def starting(folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
+def start(fork_servers_imported: None, tmp_path: Path) -> Iterator[Any]:
     """start(recipe, *overrides, config=...) -> Started; whatever it started is ended with the test."""
     with starting(tmp_path) as begin:
         yield begin
 
 
 @pytest.fixture(scope="module")
-def start_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def start_for_all(fork_servers_imported: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The same, for runs that several tests of a file compare with."""
     with starting(tmp_path_factory.mktemp("shared")) as begin:
         yield begin
@@ -255,7 +255,7 @@ def of_sums(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def untrained(fork_servers_imported: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model before anything: a Hugging Face folder of random weights."""
     config = load_config("quickstart", [])
     assert config.model.init is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ..unit.conftest import leeway, one_thread, root_logger_as_it_was  # noqa: F401
+from ..unit.conftest import leeway, root_logger_as_it_was  # noqa: F401
 
 HERE = Path(__file__).parent
 CASES = pytest.StashKey[Counter[str]]()

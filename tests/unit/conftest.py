@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,6 @@ from .other_ranks import OtherRanks
 
 # Else transformers starts four threads for the few tensors of each tiny model.
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The tensors of a unit test are so small that handing a share to a second thread costs more than the share."""
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,6 @@ from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.transports.transport import TransportSettings
 from leeway.types import TrainBatch
 
-from ..tiers import slow_but_for
 from ..trainers import (
     OPTIMIZER,
     batch_of,
@@ -121,8 +120,9 @@ def step(trainer: Trainer, seed: int) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.endswith(("_s", "_gib"))}
 
 
-@pytest.mark.parametrize("packing", slow_but_for(["shared"], ["shared", "packed", "padded"]))
-@pytest.mark.parametrize("max_tokens", slow_but_for([30], [10_000, 30]))
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("max_tokens", [10_000, 30])
 def test_values_are_those_of_the_state_before_each_token(make, model_path, packing, max_tokens):
     trajectories = in_pairs(random_trajectories(4, 8))
     trainer = make(packing=packing, max_tokens_per_microbatch=max_tokens)
@@ -377,6 +377,7 @@ def test_weight_decay_spares_the_critics_embeddings_and_head_where_it_is_of_hidd
     assert "lm.layers.0.mlp.up_proj.weight" not in kept
 
 
+@pytest.mark.slow
 def test_the_critic_is_clipped_and_warms_up_by_itself(make):
     trainer = make(critic={"lr_warmup_steps": 10, "max_grad_norm": 1e-3}, warmup_steps=2, max_grad_norm=1e9)
     trainer.forward_backward(batch_of(in_pairs(random_trajectories(0, 8))))

@@ -278,6 +278,7 @@ def test_one_bit_of_a_weight_is_seen_when_it_is_read_and_the_file_is_named(make,
         make().load_state(str(saved))
 
 
+@pytest.mark.slow
 def test_what_an_earlier_version_pickled_is_refused_with_what_to_do(make, tmp_path):
     (tmp_path / "step-000003/dcp").mkdir(parents=True)
     (tmp_path / "step-000003/dcp/.metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")

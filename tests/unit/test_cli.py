@@ -17,6 +17,7 @@ import pytest
 from .conftest import Done
 
 SRC = Path(__file__).resolve().parents[2] / "src"
+SPEEDS = ("--generate-tokens-per-s", "8000", "--train-tokens-per-s", "12000", "--length", "lognormal:300,1,2000")
 HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matplotlib", "wandb", "tensorboard")
 
 
@@ -39,6 +40,7 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
         ["convert", "--help"],
         ["validate", "gsm8k_qwen2_5_1_5b"],
         ["validate", "--quick", "quickstart"],
+        ["plan", *SPEEDS, "-L", "1", "--out", "."],  # draws
         ["validate", "quickstart", "task.size=500"],
     ]
     code = (
@@ -56,7 +58,8 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("DONE ")]
-    assert lines[:-1] == [[command, 0, []] for command in commands[:-1]]
+    assert lines[:-2] == [[command, 0, []] for command in commands[:-2]]
+    assert lines[-2] == [commands[-2], 0, ["matplotlib"]]
     assert lines[-1] == [commands[-1], 0, ["matplotlib", "torch"]]
 
 

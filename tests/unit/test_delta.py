@@ -64,6 +64,7 @@ def test_bytes_that_are_no_difference_are_refused(change: bytes, size: int) -> N
     assert len(change) >= size % 2
 
 
+@pytest.mark.slow
 def test_a_receiver_that_has_the_last_version_fetches_what_changed() -> None:
     transport = Delta(ObjectStore.of_this_process())
     publications = [send(transport, number) for number in range(4)]

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,8 @@ import psutil
 import pytest
 
 from leeway.envs.jail import Finished, Jail, JailError, Limits, NoJailError, why_not
+
+from ..forked import Forked
 
 needs_jail = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
 COMPONENTS = Path(__file__).parents[2] / "components/envs"
@@ -244,13 +245,13 @@ def test_a_program_has_its_time_whatever_else_the_machine_does(jail: Jail) -> No
 @pytest.mark.slow
 def test_a_jail_ends_with_the_process_that_started_it() -> None:
     code = "from leeway.envs.jail import *; Jail().run_script('import time; time.sleep(60)', limits=Limits(9, 60))"
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    parent = Forked(code)
     deadline = time.monotonic() + 200
     while len(below := psutil.Process(parent.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(below) == 2
     parent.kill()
-    parent.wait()
+    parent.wait(200)
     _, left = psutil.wait_procs(below, timeout=200)
     assert left == []
 

@@ -1150,6 +1150,7 @@ def test_what_is_no_answer_to_a_held_out_task_is_not_taken_and_another_explorer_
     play(scenario)
 
 
+@pytest.mark.slow
 def test_one_that_answers_no_held_out_task_is_sent_away_by_name_and_a_task_that_failed_has_a_reason(
     tmp_path: Path,
 ) -> None:

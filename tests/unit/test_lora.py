@@ -77,6 +77,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 # ----------------------------------------------------------------------------------------------------- the trainer
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_published(make):
     trainer = make()
     before = weights_of(trainer)
@@ -120,6 +121,7 @@ def test_exports_are_what_peft_makes_of_the_adapter(make, model_path, tmp_path):
     assert (one_rank_trainer(tmp_path / "hf").token_logprobs(batch) - trainer.token_logprobs(batch)).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_exactly(make, tmp_path):
     first = make()
     for _ in range(2):

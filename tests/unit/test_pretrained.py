@@ -109,6 +109,7 @@ def test_a_model_loads_without_drawing_numbers(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_found_model_is_a_skeleton_with_its_weights_beside_it(tmp_path):
     path = str(save(tmp_path, "qwen2"))
     found = find_model(path, device=torch.device("cpu"))

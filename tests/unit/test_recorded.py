@@ -85,6 +85,7 @@ def test_a_planted_difference_of_trainer_and_engine_comes_out_at_its_token(
     assert ranks_that_saw == {0, 1}
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_share_in_which_nothing_is_recorded(make: Callable[..., Any], tmp_path: Path) -> None:
     trainer = make()
     batch = Assembler(

@@ -23,7 +23,6 @@ from leeway.runtime.supervisor import Supervisor
 from leeway.types import Admission, Group, Turn
 
 from ..fakes import FakeRank
-from ..tiers import slow_but_for
 from .test_reuse import group, steady
 
 P, L = 6, 9
@@ -126,10 +125,9 @@ def rolled_out(admission: Admission, rollout: int, version: int, rng: random.Ran
     return Group.of(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
 
 
-@pytest.mark.parametrize(
-    "reuse", slow_but_for([(2, 2, 2)], [(2, 0, 1), (3, 0, 2), (2, 1, 3), (3, 1, 1), (6, 0, 1), (2, 2, 2)])
-)
-@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("reuse", [(2, 0, 1), (3, 0, 2), (2, 1, 3), (3, 1, 1), (6, 0, 1), (2, 2, 2)])
+@pytest.mark.parametrize("killed", [False, True])
 def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
     config, tmp_path: Path, reuse: tuple[int, int, int], killed: bool
 ) -> None:

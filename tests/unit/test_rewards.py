@@ -82,7 +82,10 @@ def test_math_verify_works_from_threads_and_from_a_loop():
     assert asyncio.run(all_at_once()) == expected
 
 
-ENDLESS = ["9^{9^{9}}!", "\\binom{99999999999}{49999999999}"]
+ENDLESS = [
+    "9^{9^{9}}!",
+    pytest.param("\\binom{99999999999}{49999999999}", marks=pytest.mark.long("another formula, the same limit")),
+]
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from leeway.train_batch import TrainBatch, batch_samples
 from leeway.types import Admission, Group, Task, Trajectory
 
 from ..fakes import Slots, play
-from ..tiers import slow_but_for
 from ..trainers import (
     Recorder,
     end_group,
@@ -190,7 +189,8 @@ def batch_at(trajectories: list[Trajectory], temperatures: list[float]) -> Train
     )
 
 
-@pytest.mark.parametrize("settings", slow_but_for([{}], [{}, {"packing": "padded"}, {"logprob_chunk_tokens": 8}]))
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"packing": "padded"}, {"logprob_chunk_tokens": 8}])
 def test_each_row_is_scored_at_its_own_temperature(model_path: Path, settings: dict[str, Any]) -> None:
     trajectories, temperatures = random_trajectories(0, 6), [0.5, 1.0, 0.5, 2.0, 1.0, 0.5]
     recorder = Recorder()
@@ -206,6 +206,7 @@ def test_each_row_is_scored_at_its_own_temperature(model_path: Path, settings: d
         assert recorder.of(trajectories, i, "entropies") == pytest.approx(entropies.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_mixed_batch_is_the_sum_of_its_temperatures(model_path: Path) -> None:
     trajectories, temperatures = random_trajectories(3, 6), [0.5, 1.0, 0.5, 2.0, 1.0, 0.5]
     whole = batch_at(trajectories, temperatures)

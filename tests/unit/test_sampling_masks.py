@@ -25,7 +25,6 @@ from leeway.trainer.scoring import masked_logprobs
 from leeway.types import Completion, Trajectory
 
 from ..fakes import PROMPTER, Answer, FakeEngine, play_to_the_end
-from ..tiers import slow_but_for
 from ..trainers import (
     VOCAB,
     Recorder,
@@ -98,7 +97,8 @@ def batch_of_kept(trajectories: list[Trajectory], temperature: float = 0.7) -> T
     return batch_trajectories(trajectories, advantages, **counts, temperature=temperature)
 
 
-@pytest.mark.parametrize("settings", slow_but_for([{}], [{}, {"packing": "padded"}, {"logprob_chunk_tokens": 8}]))
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"packing": "padded"}, {"logprob_chunk_tokens": 8}])
 def test_the_trainer_renormalises_over_what_was_kept(model_path: Path, settings: dict[str, Any]) -> None:
     trajectories = with_kept(random_trajectories(4, 6))
     recorder = Recorder()

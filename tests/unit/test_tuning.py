@@ -150,6 +150,7 @@ def test_no_more_trials_than_asked() -> None:
     assert len(machine.asked) == 2
 
 
+@pytest.mark.slow
 def test_candidates_are_settings_that_the_config_takes() -> None:
     config = config_of(*LOCKSTEP)
     for cores in (1, 2, 8):
