@@ -20,11 +20,13 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
-from . import fork_servers, forked, lanes
+from . import forked, lanes
 from .tiers import LONG, in_order, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+# Of all processes that tests start, engines too: they share the cores, and threads that wait for each other spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # For properties that do not say how many examples they need. New ones at each run are for `make test-long`: they may
@@ -99,6 +101,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     if session.items and not session.config.option.collectonly:
         if any("fork_servers_imported" in getattr(item, "fixturenames", ()) for item in session.items):
+            from . import fork_servers  # which imports ours: not before all is set above
+
             fork_servers.begin()
         forked.begin()
 
