@@ -247,8 +247,8 @@ def test_a_run_whose_operators_have_processes_trains_the_same_weights(
             f"replay.operators=[{{my_judge:judged: {{folder: '{folder}', kills: {str(number > 0).lower()}}}}}]",
             f"replay.operator_processes={number}", name=f"operators-{number}",
         )  # fmt: skip
-        commands.append((command, folder))
-    for command, folder in commands:
+        commands.append((number, command, folder))
+    for number, command, folder in commands:
         run = command.wait(600)
         assert run.code == 0, run.output
         hashes.append(run.summary["weights_sha256"])
