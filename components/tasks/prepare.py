@@ -49,7 +49,8 @@ def _written(source: TaskSource, row: Row) -> dict[str, Any]:
         own[source.tools_key] = own.pop("allowed_tools", [])
     if source.system_prompt_key is not None and row.system is not None:
         own[source.system_prompt_key] = row.system
-    if _are_messages(rejected := own.get(source.rejected_key)):
+    rejected: Any = own.get(source.rejected_key)
+    if _are_messages(rejected):
         own[source.rejected_key] = _as_its_messages(source, rejected)
     question = row.question if isinstance(row.question, str) else _as_its_messages(source, row.question)
     turns = _as_its_messages(source, row.messages)
