@@ -16,7 +16,6 @@ from ..envs.base import ended_by_own_code
 from ..samples import Samples, end_to_end, laid
 from ..sampling_masks import check_masks
 from ..types import Trajectory
-from .engine import SampledTokens
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -148,7 +147,7 @@ def checked(
     temperature: float,
     max_model_len: int,
     versions: set[int],
-    sampled: Sequence[SampledTokens] | None = None,
+    sampled: Sequence[tuple[list[int], list[float]]] | None = None,
     vocab_size: int | None = None,
     masks: Sequence[str] = (),
 ) -> Samples:
@@ -156,8 +155,8 @@ def checked(
     what is wrong with it.
 
     Sampled tokens must have a finite logprob and one of the `versions` that this rollout's own requests came back with:
-    any other would break the lag bound, or be waited for. Each must be one of the `sampled`, with the logprob that it
-    has there (None: whoever made the trajectories took them from there). Tokens are below `vocab_size` (None: not
+    any other would break the lag bound, or be waited for. Each must be one of the `sampled`, (tokens, logprobs) of
+    each answer, with its logprob (None: whoever made the trajectories took them from there). Tokens are below `vocab_size` (None: not
     known): the trainer has no row for another. `masks`: the `sampling_masks` that sampled tokens come with.
     """
     if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
@@ -214,13 +213,15 @@ def checked(
     return samples
 
 
-def _check_drawn(tokens: torch.Tensor, logprobs: torch.Tensor, sampled: Sequence[SampledTokens]) -> None:
+def _check_drawn(
+    tokens: torch.Tensor, logprobs: torch.Tensor, sampled: Sequence[tuple[list[int], list[float]]]
+) -> None:
     """Raises ValueError for a token that the engine did not draw, or not with this logprob: its ratio would be wrong
     from the first step on.
     """
     own = _with_logprobs(tokens, logprobs)
     drawn = _with_logprobs(
-        end_to_end([s.tokens for s in sampled], torch.int32), end_to_end([s.logprobs for s in sampled], torch.float32)
+        end_to_end([its for its, _ in sampled], torch.int32), end_to_end([its for _, its in sampled], torch.float32)
     )
     if torch.equal(own, drawn):  # as they mostly are: in the order in which they came
         return

@@ -78,8 +78,8 @@ class EnginePolicy:
         self._life = _Life()
         self.versions: set[int] = set()
         """Versions of all tokens sampled so far, those of `conversation` views included."""
-        self.sampled: list[SampledTokens] = []
-        """All that was sampled so far, of these views too."""
+        self.sampled: list[tuple[list[int], list[float]]] = []
+        """The tokens and logprobs of all answers so far, of these views too."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         return self.prompter.encode(prompt)
@@ -135,7 +135,7 @@ class EnginePolicy:
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))
-        self.sampled += sampled
+        self.sampled += [(s.tokens, s.logprobs) for s in sampled]
         if self._version is not None and self.versions - {self._version}:
             others = ", ".join(map(str, sorted(self.versions - {self._version})))
             raise WeightSyncError("version", self._version, f"the engine sampled with version {others} in its place")

@@ -23,6 +23,7 @@ from .estimate import memory_problem
 from .models import (
     Unreachable,
     check_dataset_exists,
+    check_tokenizer,
     check_weights,
     longest_input,
     read_model_config,
@@ -109,6 +110,8 @@ def _check_models(stages: Sequence[Stage]) -> None:
                 known[path] = read_model_config(key, path)
                 if is_local_path(path):
                     check_weights(key, path)
+                    if key == "model.path":
+                        check_tokenizer(key, path)
             found = known[path]
             limit = None if found is None or not stage.recipe.generates else longest_input(found)
             if limit is not None and tokens > limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from ..config import Config
@@ -17,17 +18,15 @@ _PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
 def check_plugins(config: Config) -> None:
     """Import and build everything the settings name. Raises a one-line ValueError: file, line, what was expected."""
     from ..envs.registry import build_environment
-    from ..importing import import_user_object
     from ..monitor import own_sinks
     from ..replay.operators import check_operators
     from ..replay.reuse import priority_of
 
-    if user_names(engine := config.rollout.engine_name):
-        expected = "a class with the verbs of leeway.collector.engine.Engine"
-        own = import_user_object(engine, key="rollout.engine.name", expected=expected)
-        verbs = ("start", "generate", "load_weights", "score", "process_ids", "compute_threads", "shutdown")
-        if missing := [verb for verb in verbs if not callable(getattr(own, verb, None))]:
-            raise ValueError(f"rollout.engine.name: got {engine}, which has no {missing[0]}(); expected {expected}")
+    engine, transport = config.rollout.engine_name, config.param_server.transport
+    verbs = ("start", "generate", "load_weights", "score", "process_ids", "compute_threads", "shutdown")
+    _check_verbs("rollout.engine.name", engine, verbs, "a class with the verbs of leeway.collector.engine.Engine")
+    expected = "a class with the methods of leeway.transports.transport.WeightTransport, and open(settings)"
+    _check_verbs("param_server.transport", transport, ("open", "begin", "files", "fetch", "close"), expected)
     own_sinks(config.monitor)
     build_environment(config.env)
     check_operators(config.replay.operators)
@@ -42,12 +41,23 @@ def check_plugins(config: Config) -> None:
         own_part("replay.storage", config.replay.storage, Storage, 1)
 
 
-def dry_run(config: Config, task: Task) -> None:
-    """Play one task with the user's own environment against a policy that gives the task's answer, without an engine.
+def _check_verbs(key: str, name: str, verbs: Sequence[str], expected: str) -> None:
+    from ..importing import import_user_object
 
-    Raises a one-line ValueError if it returns the wrong type or fails because of a mistake in its code. Other
-    exceptions are ignored: the environment may need something that only a run provides.
+    if user_names(name):
+        own = import_user_object(name, key=key, expected=expected)
+        if missing := [verb for verb in verbs if not callable(getattr(own, verb, None))]:
+            raise ValueError(f"{key}: got {name}, which has no {missing[0]}(); expected {expected}")
+
+
+def dry_run(config: Config, task: Task) -> None:
+    """Play one task with the user's own environment and rewards against a policy that gives the task's answer, without
+    an engine.
+
+    Raises a one-line ValueError if one returns what it must not, or fails because of a mistake in its code. Other
+    exceptions are ignored: it may need something that only a run provides.
     """
+    _try_rewards(config, task)
     if not user_names(config.env.name):
         return
     from ..envs.registry import build_environment
@@ -56,15 +66,40 @@ def dry_run(config: Config, task: Task) -> None:
     try:
         returned = asyncio.run(asyncio.wait_for(environment.rollout(task, _AnswerKeyPolicy(task)), DRY_RUN_S))
     except _PROGRAMMING_ERRORS as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if frame.filename in str(error) else f" ({frame.filename}:{frame.lineno})"
-        raise ValueError(
-            f"env.name: {config.env.name} fails on task {task.task_id}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}{place}"
-        ) from error
+        raise _fails("env.name", config.env.name, task, error) from error
     except Exception:
         return
     _check_returned(returned, environment)
+
+
+def _try_rewards(config: Config, task: Task) -> None:
+    """Those of the task's taskset that call no other model."""
+    source = config.env.parts().get(str(task.info.get("taskset")), config.env)
+    key, names = ("env.rewards", source.rewards) if source.rewards else ("env.reward", (source.reward,))
+    if not (own := [name for name in names if user_names(name)]):
+        return
+    from ..envs.rewards import resolve_reward, takes_models
+    from ..envs.scoring import NoNumber, score
+
+    (said,) = asyncio.run(_AnswerKeyPolicy(task).generate(task.prompt, n=1))
+    for name in own:
+        reward = resolve_reward(name, source.reward_options.get(name), key=key)
+        if takes_models(reward):
+            continue
+        try:
+            asyncio.run(asyncio.wait_for(score(reward, task, said.text, said), DRY_RUN_S))
+        except NoNumber as error:
+            raise ValueError(f"{key}: {' '.join(str(error).split())}") from error
+        except Exception as error:
+            if isinstance(error.__cause__, _PROGRAMMING_ERRORS):
+                raise _fails(key, name, task, error.__cause__) from error
+
+
+def _fails(key: str, name: str, task: Task, error: BaseException) -> ValueError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if frame.filename in str(error) else f" ({frame.filename}:{frame.lineno})"
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ValueError(f"{key}: {name} fails on task {task.task_id}: {what}{place}")
 
 
 def _check_returned(returned: Any, environment: Any) -> None:

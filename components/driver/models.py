@@ -105,6 +105,28 @@ def check_weights(key: str, path: str) -> None:
         raise Refused(f"{key}: got {path}, but {error}; or take other weights") from None
 
 
+def check_tokenizer(key: str, path: str) -> None:
+    """Raise `Refused` in one line, naming `key`, for a model's folder without a tokenizer, or with one that is none."""
+    folder = user_path(path)
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
+        except Exception as error:  # a bare one, from Rust
+            why = " ".join(str(error).split())[:120]
+            expected = "expected a tokenizer as transformers saves it; copy the model again"
+            raise Refused(f"{key}: got {file}, which is no tokenizer ({why}), {expected}") from None
+    elif not any(next(folder.glob(name), None) for name in _TOKENIZERS):
+        raise Refused(
+            f"{key}: got {path} (no tokenizer in it), expected tokenizer.json or another one beside the weights; copy "
+            "it there, or save it with transformers: AutoTokenizer.from_pretrained(ID).save_pretrained(FOLDER)"
+        )
+
+
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Files that come with one, of which transformers knows many kinds."""
+
+
 def check_dataset_exists(path: str) -> None:
     """Raises like `read_model_config` if the data set `path` is neither in the local cache nor on the hub."""
     datasets: Any = importlib.import_module("datasets")

@@ -90,6 +90,11 @@ def resolve_reward(
     return cast(AnyReward, functools.partial(reward, **options) if options else reward)
 
 
+def takes_models(reward: AnyReward) -> bool:
+    """Whether it is given other models, which may not be there yet."""
+    return "models" in _parameters(reward.func if isinstance(reward, functools.partial) else reward)
+
+
 def _parameters(reward: Any) -> Mapping[str, Any]:
     try:
         return inspect.signature(reward).parameters

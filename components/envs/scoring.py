@@ -15,6 +15,10 @@ from .base import all_or_none, ended_by_own_code
 from .rewards import AnyReward, resolve_reward
 
 
+class NoNumber(RuntimeError):
+    """What a reward gave is no finite number."""
+
+
 @dataclass(frozen=True)
 class Score:
     """`metrics` names the parts of a sum: {"rewards/<name>": value before its weight}, none for a single reward.
@@ -90,13 +94,16 @@ async def _value(reward: AnyReward, task: Task, text: str, completion: Completio
         value = await asyncio.to_thread(call) if _is_blocking(reward, task) else call()
         if inspect.isawaitable(value):
             value = await value
-        number = float(value)
     except BaseException as error:
         if not ended_by_own_code(error):
             raise
         raise RuntimeError(f"reward {name} failed on task {task.task_id}: {type(error).__name__}: {error}") from error
+    try:
+        number = float(value)
+    except Exception:  # of whatever it is
+        number = math.nan
     if not math.isfinite(number):
-        raise RuntimeError(f"reward {name} gave {number} on task {task.task_id}; expected a finite number")
+        raise NoNumber(f"reward {name} gave {value!r:.60} on task {task.task_id}; expected a finite number")
     return number
 
 

@@ -39,7 +39,8 @@ def _generate(dataset: str | None, *, options: dict[str, Any], size: int, seed: 
     if dataset not in DATASETS:
         near = get_close_matches(str(dataset), DATASETS, n=1, cutoff=0.0)
         raise ValueError(
-            f"task.dataset: got {dataset!r}, expected a reasoning-gym dataset such as {near[0]!r} or 'chain_sum'"
+            f"task.dataset: got {dataset!r}, expected a dataset of reasoning-gym (docs/reasoning_gym.md lists them); "
+            f"nearest: {near[0]}"
         )
     if dataset == "composite":
         raise ValueError(

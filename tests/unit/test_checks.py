@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
     """A config, a model that has no weights, and tasks, all in the working directory of the command."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "model/tokenizer_config.json").write_text("{}")
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(9)))
     (tmp_path / "mine.yaml").write_text(CONFIG)
     (tmp_path / "parquet.jsonl").write_bytes(b"PAR1\x15\x04")
@@ -64,6 +65,24 @@ def both_say(leeway: Callable[..., Done], folder: Path, *overrides: str) -> str:
     assert "can run it" not in validated.stdout
     assert [p for p in sorted(folder.iterdir()) if p.name != "__pycache__"] == before
     return line
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "(no tokenizer in it), expected tokenizer.json"),
+        ("{", "which is no tokenizer (EOF while"),
+    ],
+)
+def test_a_model_without_a_tokenizer_is_refused(
+    folder: Path, leeway: Callable[..., Done], content: str | None, said: str
+) -> None:
+    (folder / "model/tokenizer_config.json").unlink()
+    if content is not None:
+        (folder / "model/tokenizer.json").write_text(content)
+    line = both_say(leeway, folder)
+    assert line.startswith("model.path: got ")
+    assert said in line
 
 
 def test_validate_says_what_code_will_run_without_importing_it(folder: Path, leeway: Callable[..., Done]) -> None:

@@ -68,6 +68,54 @@ def test_a_wrong_return_is_found_by_a_dry_run(mine, source, message):
     assert "\n" not in str(caught.value)
 
 
+REWARD = "import json, torch\ndef pays(task, text{more}):\n    {line}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("return 'good'", r"reward pays gave 'good' on task t; expected a finite number"),
+        ("pass", r"reward pays gave None on task t; expected a finite number"),
+        ("return float('nan')", r"reward pays gave nan on task t"),
+        ("return torch.ones(2)", r"reward pays gave tensor\(\[1\., 1\.\]\) on task t"),
+        (
+            "return text.nope",
+            r"reward_of_mine:pays fails on task t: AttributeError: .*nope.* \(.*mine\.py:3\)",
+        ),
+    ],
+)
+def test_a_reward_that_gives_no_number_is_found_by_a_dry_run(tmp_path, monkeypatch, line, message):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "reward_of_mine.py").write_text(REWARD.format(line=line, more=""))
+    sys.modules.pop("reward_of_mine", None)
+    for key, value in (("env.reward", "reward_of_mine:pays"), ("env.rewards", "{reward_of_mine:pays: 1}")):
+        with pytest.raises(ValueError, match=rf"^{key}: {message}") as caught:
+            dry_run(load_config("quickstart", [f"{key}={value}"]), TASK)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("", "return torch.tensor(0.5)"),
+        (", completion", "return completion.text == task.answer"),
+        ("", "return json.loads('{')"),
+        (", models", "return text.nope"),
+    ],
+)
+def test_a_reward_that_is_right_or_needs_a_run_passes(tmp_path, monkeypatch, more, line):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "reward_of_mine.py").write_text(REWARD.format(line=line, more=more))
+    sys.modules.pop("reward_of_mine", None)
+    dry_run(load_config("quickstart", ["env.reward=reward_of_mine:pays"]), TASK)
+
+
+def test_a_transport_of_the_users_own_is_looked_at_before_a_run(mine):
+    mine("class Env:\n    @classmethod\n    def open(cls, settings): ...\n    def begin(self, version): ...\n")
+    with pytest.raises(ValueError, match=r"param_server.transport: got env_of_mine:Env, which has no files\(\)"):
+        check_plugins(load_config("quickstart", ["param_server.transport=env_of_mine:Env"]))
+
+
 @pytest.mark.parametrize(
     "line", ["return None, 1.0, True, {}", "raise OSError('no such host')", "import asyncio; await asyncio.sleep(9999)"]
 )
