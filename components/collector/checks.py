@@ -156,8 +156,9 @@ def checked(
 
     Sampled tokens must have a finite logprob and one of the `versions` that this rollout's own requests came back with:
     any other would break the lag bound, or be waited for. Each must be one of the `sampled`, (tokens, logprobs) of
-    each answer, with its logprob (None: whoever made the trajectories took them from there). Tokens are below `vocab_size` (None: not
-    known): the trainer has no row for another. `masks`: the `sampling_masks` that sampled tokens come with.
+    each answer, with its logprob (None: whoever made the trajectories took them from there). Tokens are below
+    `vocab_size` (None: not known): the trainer has no row for another. `masks`: the `sampling_masks` that sampled
+    tokens come with.
     """
     if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
