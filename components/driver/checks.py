@@ -23,6 +23,7 @@ from .estimate import memory_problem
 from .models import (
     Unreachable,
     check_dataset_exists,
+    check_safetensors,
     check_tokenizer,
     check_weights,
     longest_input,
@@ -112,6 +113,8 @@ def _check_models(stages: Sequence[Stage]) -> None:
                     check_weights(key, path)
                     if key == "model.path":
                         check_tokenizer(key, path)
+                    if stage.recipe.trains and not key.startswith("env.models."):
+                        check_safetensors(key, path)
             found = known[path]
             limit = None if found is None or not stage.recipe.generates else longest_input(found)
             if limit is not None and tokens > limit:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config.engines import is_local_path
 from ..config.inputs import ModelInit
-from ..config.model_files import DamagedWeights, tensors_in
+from ..config.model_files import INDEX, DamagedWeights, tensors_in
 from ..config.paths import is_file, user_path
 from ..failures import Refused
 from ..integrity import DamagedFileError, check_folder
@@ -103,6 +103,16 @@ def check_weights(key: str, path: str) -> None:
         check_folder(user_path(path))
     except DamagedFileError as error:
         raise Refused(f"{key}: got {path}, but {error}; or take other weights") from None
+
+
+def check_safetensors(key: str, path: str) -> None:
+    """Raise `Refused` in one line, naming `key`, for a model's folder without weights that the trainer reads."""
+    folder = user_path(path)
+    if not any(is_file(folder / name) for name in ("model.safetensors", INDEX)):
+        raise Refused(
+            f"{key}: got {path} (no model.safetensors in it, and no {INDEX}), expected weights in safetensors, which "
+            "alone are read; save it once more with transformers, in which save_pretrained writes them"
+        )
 
 
 def check_tokenizer(key: str, path: str) -> None:

@@ -36,10 +36,11 @@ cluster: {device: cpu}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A config, a model that has no weights, and tasks, all in the working directory of the command."""
+    """A config, a model whose file of weights is empty, and tasks, all in the working directory of the command."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
     (tmp_path / "model/tokenizer_config.json").write_text("{}")
+    (tmp_path / "model/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(9)))
     (tmp_path / "mine.yaml").write_text(CONFIG)
     (tmp_path / "parquet.jsonl").write_bytes(b"PAR1\x15\x04")
@@ -83,6 +84,11 @@ def test_a_model_without_a_tokenizer_is_refused(
     line = both_say(leeway, folder)
     assert line.startswith("model.path: got ")
     assert said in line
+
+
+def test_a_model_whose_weights_are_no_safetensors_is_refused(folder: Path, leeway: Callable[..., Done]) -> None:
+    (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")
+    assert "model.path: got ./model (no model.safetensors in it, and no" in both_say(leeway, folder)
 
 
 def test_validate_says_what_code_will_run_without_importing_it(folder: Path, leeway: Callable[..., Done]) -> None:
