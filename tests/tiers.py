@@ -14,7 +14,8 @@ import pytest
 
 T = TypeVar("T")
 APART = tuple(
-    f"integration/test_{name}.py" for name in ("auxiliary", "endings", "examples", "explorers", "plugins", "serving")
+    f"integration/test_{name}.py"
+    for name in ("auxiliary", "endings", "examples", "explorers", "operator_pool", "plugins", "serving")
 )
 """Files of whole runs that share nothing. Tests of any other file share fixtures, and stay together."""
 RANKS = tuple(
@@ -31,6 +32,7 @@ FIRST = (
     "integration/test_lora.py",
     "integration/test_auxiliary.py",
     "integration/test_serving.py",
+    "integration/test_operator_pool.py",
     "ranks",
     "integration/test_endings.py",
     "security/test_code_attacks.py",

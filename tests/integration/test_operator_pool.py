@@ -6,10 +6,12 @@ import asyncio
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from leeway.replay.operators import OperatorFailed, Pipeline
 from leeway.types import Group, Trajectory, Turn
 
 from ..fakes import SOON_S, admit, buffer_of, group, take_batch
+from ..forked import Forked
 from .conftest import ANY_ENGINE, DIGITS_LAST
 
 JUDGED = """
@@ -68,6 +71,20 @@ def operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("my_ops", None)
+
+
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that have imported what this one has, where their start, which takes seconds, is not tested."""
+
+    def start(command: list[str], *, env: dict[str, str], stdin: int, pass_fds: list[int]) -> Forked:
+        assert command[2:4] == ["-m", "leeway.replay.operator_process"]
+        code = "from leeway.replay.operator_process import main; main()"
+        with open(os.devnull, "r+b") as nothing:
+            return Forked(code, "3", env=env, stdin=nothing, stdout=nothing, more=pass_fds)
+
+    instead = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(operator_pool, "subprocess", instead)
 
 
 def with_pool(
@@ -143,6 +160,7 @@ def test_groups_cross_bit_for_bit_and_the_pool_does_what_the_pipeline_does(tmp_p
     with_pool(mixed, tmp_path, scenario)
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_groups_are_worked_on_at_the_same_time_and_the_buffer_answers_meanwhile(tmp_path: Path) -> None:
     """The second in line is done first where the first is slow, and the batch is in admission order all the same."""
 
@@ -162,6 +180,7 @@ def test_groups_are_worked_on_at_the_same_time_and_the_buffer_answers_meanwhile(
     with_pool([{"my_ops:in_turn": {"folder": str(tmp_path)}}], tmp_path, scenario, num_processes=2)
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_a_killed_process_is_replaced_and_its_group_done_again(tmp_path: Path) -> None:
     async def scenario(pool: OperatorPool) -> None:
         buffer = buffer_of(operated_elsewhere=pool.apply, P=2, T=0)
@@ -182,6 +201,7 @@ def test_a_killed_process_is_replaced_and_its_group_done_again(tmp_path: Path) -
     with_pool([{"my_ops:in_turn": {"folder": str(tmp_path)}}], tmp_path, scenario)
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_what_raises_or_hangs_or_kills_every_process_ends_the_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +226,7 @@ def test_what_raises_or_hangs_or_kills_every_process_ends_the_run_by_name(
     with_pool(["mask_truncated", "my_ops:misbehaves"], tmp_path, scenario, timeout_s=15.0)
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_wrong_options_end_the_start_by_name_and_the_process_ends_with_its_owner(tmp_path: Path) -> None:
     async def starts(pool: OperatorPool) -> None:
         with pytest.raises(OperatorFailed, match=r"replay\.operators: 'dedupe'.*unexpected keyword argument 'keep'"):

@@ -168,7 +168,8 @@ def test_no_setting_is_advised_where_none_helps():
 def test_a_real_rank_holds_what_is_counted() -> None:
     """Its peak over two steps with a publication, as the benchmark measures it."""
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "benchmarks/memory.py", "--part", "trainer"]
+    sizes = ["--length", "128", "train.max_tokens_per_microbatch=512"]
+    command = [sys.executable, "benchmarks/memory.py", "--part", "trainer", *sizes]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
