@@ -66,6 +66,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused_before_anything_s
     for name, words in {"policy": "a b c", "teacher": "c b a", "family": "a b c"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen2", "head_dim": 32}')
+        (tmp_path / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         build_tokenizer(words.split()).save_pretrained(tmp_path / name)
     swapped = json.loads((tmp_path / "teacher/tokenizer.json").read_text())
     vocabulary = swapped["model"]["vocab"]
