@@ -46,6 +46,7 @@ class Publisher:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self.folder = folder
         torch.manual_seed(0)
         config = AutoConfig.for_model(
             "qwen2",

@@ -30,6 +30,7 @@ FIRST = (
     "integration/test_plugins.py",
     "unit/test_memory.py",
     "integration/test_lora.py",
+    "integration/test_lora_engine.py",
     "integration/test_auxiliary.py",
     "integration/test_serving.py",
     "integration/test_operator_pool.py",

@@ -67,6 +67,12 @@ class AdapterSync(WeightSync):
             self._rollout_ended.clear()
             await self._first(self._rollout_ended.wait())
 
+    async def ended(self) -> None:
+        """The engine holds none of its versions then: those of the next run have the same numbers."""
+        await super().ended()
+        for version in list(self._loaded):
+            await self._drop(version)
+
     async def _load_and_verify(self, staged: StagedWeights, ahead_s: float, fetched_bytes: int) -> None:
         self._loaded.add(staged.manifest.policy_version)
         await super()._load_and_verify(staged, ahead_s, fetched_bytes)

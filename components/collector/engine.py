@@ -38,7 +38,7 @@ class EngineSettings:
     computes in (None: in `dtype`); an engine that cannot do that raises `Refused`. `initial_version`: that of the
     weights in `model_path`, which it serves from its start (None: it serves nothing before a verified load).
     `seeded`: some requests have a seed.
-    `lora`: what it loads are adapters of this form, several versions at a time, see `HoldsVersions`.
+    `lora`: what it loads are adapters of this form, up to `num_versions` of them at a time, see `HoldsVersions`.
     `num_kept`: the most ids that `SampledTokens.kept` may have for a token (0: no request has top_k).
     `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
     called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
@@ -61,6 +61,7 @@ class EngineSettings:
     read_back: bool = True
     sleep_level: int | None = None
     lora: LoraConfig | None = None
+    num_versions: int = 1
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ class EngineOptions(Partial):
         """Whether an engine on a CPU holds a second copy of the weights."""
         return False
 
+    def slot_rank(self, rank: int) -> int:
+        """The rank that an adapter of `rank` takes the memory of."""
+        return rank
+
 
 class HfOptions(EngineOptions):
     """Its memory is limited by cluster.kv_cache_gib."""
@@ -51,6 +55,10 @@ class HfOptions(EngineOptions):
     @property
     def places(self) -> int:
         return self.max_num_seqs
+
+
+SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has slots for; a smaller adapter lies in the next larger one."""
 
 
 class VllmOptions(EngineOptions):
@@ -70,6 +78,9 @@ class VllmOptions(EngineOptions):
     @property
     def loads_ahead(self) -> bool:
         return self.double_buffer
+
+    def slot_rank(self, rank: int) -> int:
+        return min(size for size in SLOT_RANKS if size >= rank)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -121,13 +132,19 @@ OWNED_BY_LEEWAY = {
     "weight_transfer_config": "leave it out: Leeway moves the weights itself (section param_server)",
     "trust_remote_code": "leave it out: code from a model's folder is never run",
     "worker_extension_cls": "leave it out: Leeway's own worker loads the weights",
+    "enable_lora": "set model.lora for the policy",
+    "max_loras": "use model.lora.max_versions",
+    "max_cpu_loras": "use model.lora.max_versions",
+    "max_lora_rank": "use model.lora.rank",
+    "lora_target_modules": "use model.lora.target_modules",
+    "lora_dtype": "leave it out: adapters have model.dtype",
+    "fully_sharded_loras": "leave it out: an engine that holds adapters has one rank",
 }
 """Arguments of vLLM that Leeway sets itself, and what to do instead."""
 NOT_REPRODUCIBLE = (
     "quantization",
     "quantization_config",
     "kv_cache_dtype",
-    "enable_lora",
     "logits_processors",
     "override_generation_config",
     "speculative_config",
@@ -172,6 +189,7 @@ ENGINES = {
         target="leeway.engines.vllm_engine:VllmEngine",
         options=VllmOptions,
         package="vllm",
+        adapters=True,
         device_memory=True,
         problems=_vllm_problems,
     ),
@@ -237,6 +255,34 @@ def check_engine(section: str, engine: Mapping[str, Any], *, on_cpu: bool) -> No
     options = options_of(engine, section)
     if isinstance(options, VllmOptions):
         _check_vllm(section, options, on_cpu=on_cpu)
+
+
+def check_adapters(section: str, options: EngineOptions, *, rank: int) -> None:
+    """Raise ConfigError for the first setting with which vLLM does not hold adapters of this rank."""
+    if not isinstance(options, VllmOptions):
+        return
+    for option in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if (value := getattr(options, option)) > 1:
+            raise ConfigError(
+                f"{section}.{option}",
+                got=value,
+                expected="1 where model.lora is set: a divided adapter cannot be read back",
+                fix=f"leave {option} out, and raise rollout.num_generators",
+            )
+    if "double_buffer" in options.model_fields_set:
+        raise ConfigError(
+            f"{section}.double_buffer",
+            got=options.double_buffer,
+            expected="nothing where model.lora is set: an adapter is always loaded beside generation",
+            fix="leave it out",
+        )
+    if rank > SLOT_RANKS[-1]:
+        raise ConfigError(
+            "model.lora.rank",
+            got=rank,
+            expected=f"at most {SLOT_RANKS[-1]}, the largest that vLLM has slots for",
+            fix="lower it, or set rollout.engine.name=hf",
+        )
 
 
 def _check_vllm(section: str, options: VllmOptions, *, on_cpu: bool) -> None:

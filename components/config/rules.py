@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..algorithms.advantages import Advantage
 from .derived import derive, least_target_policy_lag
-from .engines import ENGINES, check_engine, engine_kind, is_local_path
+from .engines import ENGINES, check_adapters, check_engine, engine_kind, is_local_path
 from .errors import ConfigError, words
 from .input_rules import (
     auxiliary_models_are_valid,
@@ -216,6 +216,7 @@ def adapters_are_possible(config: Config) -> None:
             expected=f"{able} where model.lora is set: an engine that holds several adapters",
             fix=f"set rollout.engine.name={able.split(',')[0]}, or model.lora=null",
         )
+    check_adapters("rollout.engine", config.rollout.engine_options, rank=lora.rank)
     if config.staleness.in_flight == "keep":
         raise ConfigError(
             "staleness.in_flight",

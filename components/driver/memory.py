@@ -173,7 +173,8 @@ def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, fo
     if follows and staged:
         (main if on_gpu else device)["next version"] = arriving * staged // ranks
     if follows and config.model.lora is not None:
-        device["adapters"] = arriving * derive(config).adapter_versions // ranks
+        slot_rank = config.rollout.engine_options.slot_rank(config.model.lora.rank)
+        device["adapters"] = arriving * derive(config).adapter_versions * slot_rank // config.model.lora.rank // ranks
     if on_gpu:
         device["KV cache"] = kv_cache_bytes(config, shape) // min(ranks, shape.num_kv_heads)
         device["bucket"] = _bucket_bytes(config, shape, served)

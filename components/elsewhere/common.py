@@ -29,9 +29,9 @@ ESTIMATORS = {
 }
 NO_NEED = "it says how the work is divided or looked at, not what is learned"
 MEMORY = "memory and speed only; see `leeway plan --model` for what fits"
-ADAPTER_ENGINE = "hf"
-"""Several adapters are held by this engine; see docs/lora.md."""
-LORA = f"with rollouts: rollout.engine.name={ADAPTER_ENGINE}, on devices of its own, without vLLM's settings"
+LORA = "with rollouts: engines of one device each, apart from the trainer's"
+DIVIDED = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""What an engine that holds adapters has no more than one of; see docs/lora.md."""
 NO_SUCH_ADAPTER = "plain adapters of linear layers (model.lora): without dropout, DoRA or quantized weights"
 REMOTE_CODE = "code from a model's folder is never run: a model that needs it is refused when it is loaded"
 CHECKPOINT_DIR = "checkpoints, logs and metrics are under output_dir/project/name"
@@ -138,16 +138,16 @@ def adapters(rank: float, alpha: float, targets: Any = None, *, online: bool) ->
     if targets not in (None, "", "all-linear", ["all-linear"]):
         ours["model.lora.target_modules"] = targets
     if online:
-        return Fate("approximate", ours | {"rollout.engine.name": ADAPTER_ENGINE}, LORA)
+        return Fate("approximate", ours, LORA)
     return Fate("exact", ours)
 
 
 def possible_together(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Without what an engine that holds adapters does not take."""
-    if "model.lora.rank" not in settings or settings.get("rollout.engine.name") != ADAPTER_ENGINE:
+    if "model.lora.rank" not in settings:
         return dict(settings)
-    kept = {k: v for k, v in settings.items() if not k.startswith("rollout.engine.") or k == "rollout.engine.name"}
-    return {k: v for k, v in kept.items() if k != "cluster.placement"}
+    excluded = {"cluster.placement", *(f"rollout.engine.{option}" for option in DIVIDED)}
+    return {k: v for k, v in settings.items() if k not in excluded}
 
 
 def timeout(seconds: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..collector.engine import StagedWeights
 from ..config.inputs import LoraConfig
-from ..trainer.lora import lora_targets, low_rank
+from ..trainer.lora import base_entry, base_error, lora_targets, low_rank
 from ..weights import Manifest, TensorEntry, checksum_of, digest_of, read_bucket
 from .hf_weights import ModelTensors, buckets_of, confirm
 
@@ -147,20 +147,10 @@ class Adapters:
         entries: list[TensorEntry] = []
         for name, parts in self._base.parts.items():
             whole = self._base.tensors[name].detach()
-            for part, tensor in ({next(iter(parts)): whole} if len(parts) == 1 else self._split(name, whole)).items():
-                kind = str(tensor.dtype).removeprefix("torch.")
-                entries.append(
-                    TensorEntry(part, kind, tuple(tensor.shape), 0, 0, tensor.nbytes, _checksum(tensor, "xxh3_128"))
-                )
-        if (got := digest_of(entries)) != manifest.base:
-            raise manifest.error(
-                "base",
-                f"the adapter belongs to weights with the digest {manifest.base[:16] or 'none'}, the engine's are "
-                f"{got[:16]}: model.path must be the same files for trainer and engine",
-            )
-
-    def _split(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self._base.names.split(name, whole)
+            of_parts = {next(iter(parts)): whole} if len(parts) == 1 else self._base.names.split(name, whole)
+            entries += [base_entry(part, tensor) for part, tensor in of_parts.items()]
+        if (digest := digest_of(entries)) != manifest.base:
+            raise base_error(manifest, digest)
 
 
 def _checksum(tensor: torch.Tensor, kind: str) -> str:

@@ -19,6 +19,7 @@ from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, Heard, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
 from ..config.engines import VllmOptions
+from ..config.inputs import LoraConfig
 from ..failures import Refused
 from ..transports.device_memory import places_to_json
 from ..transports.leases import Lease
@@ -27,6 +28,7 @@ from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
 from .shards import left_out
+from .vllm_versions import Versions, engine_arguments
 from .vllm_worker_env import MANIFEST
 
 CANARY_PRIORITY = -1
@@ -41,8 +43,14 @@ class VllmEngine:
     @classmethod
     async def start(cls, settings: EngineSettings) -> VllmEngine:
         engine = cls(settings)
-        if settings.initial_version is not None:
-            await engine._llm.update_weight_version(str(settings.initial_version))
+        try:
+            if settings.initial_version is not None:
+                await engine._llm.update_weight_version(str(settings.initial_version))
+            if settings.lora is not None:
+                await engine._hold_adapters(settings.lora, settings.model_path)
+        except BaseException:
+            engine.shutdown()
+            raise
         return engine
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -95,6 +103,16 @@ class VllmEngine:
             trust_remote_code=False,
             enable_sleep_mode=settings.sleep_level is not None and settings.device == "cuda",
         )
+        self._versions: Versions | None = None
+        if settings.lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            from ..trainer.lora import published_targets
+
+            self._targets = published_targets(settings.model_path, settings.lora)
+            self._versions = Versions(LoRARequest)
+            slot_rank = options.slot_rank(settings.lora.rank)
+            args |= engine_arguments(slot_rank=slot_rank, num_versions=settings.num_versions, targets=self._targets)
         arguments = options.arguments
         if settings.head_dtype is not None:
             arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "head_dtype": settings.head_dtype}
@@ -128,6 +146,16 @@ class VllmEngine:
             SamplingParams, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
         )
 
+    async def _hold_adapters(self, lora: LoraConfig, path: str) -> None:
+        """Before the first version. Raises `Refused` for targets that vLLM computes in no layer of its own."""
+        with self._calling():
+            [absent] = await self._llm.collective_rpc("hold_adapters", args=(self._targets, lora.scaling))
+        if absent:
+            raise Refused(
+                f"model.lora.target_modules: got {absent[0]} and {len(absent) - 1} others for which vLLM's form of the "
+                f"model {path} has no layer of that kind; leave them out, or set rollout.engine.name=hf"
+            )
+
     def _watch_passes(self) -> None:
         """Tell `progress` of every pass. Outputs reach this process with each pass, though requests are given only
         their last one; vLLM's own statistics, which would say less, cost each token more.
@@ -137,7 +165,7 @@ class VllmEngine:
 
         def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
             if self._heard:
-                self._tell(outputs, int(kwargs["weight_version"]))
+                self._tell(outputs, kwargs["weight_version"])
             sampled = [
                 Sampled(requests[o.request_id].external_req_id, o.request_id, len(o.new_token_ids), o.finished)
                 for o in outputs
@@ -148,7 +176,7 @@ class VllmEngine:
 
         processor.process_outputs = process_outputs  # type: ignore[method-assign]
 
-    def _tell(self, outputs: list[Any], version: int) -> None:
+    def _tell(self, outputs: list[Any], version: str) -> None:
         """Of one pass, those who listen: the requests themselves are given only their end."""
         requests = self._llm.output_processor.request_states
         for o in outputs:
@@ -157,7 +185,8 @@ class VllmEngine:
                 continue
             if (heard := self._heard.get(request.external_req_id)) is not None:
                 logprobs = [float(row[0]) for row in o.new_logprobs.logprobs]  # the sampled token's comes first
-                heard(request.request_index, list(o.new_token_ids), logprobs, version)
+                of_tokens = request.lora_name.partition("/")[0] if request.lora_name else version
+                heard(request.request_index, list(o.new_token_ids), logprobs, int(of_tokens))
 
     async def generate(
         self,
@@ -175,7 +204,6 @@ class VllmEngine:
         heard: Heard | None = None,
         version: int | None = None,
     ) -> list[SampledTokens]:
-        assert version is None, "a rule on settings: it holds one version"
         params = self._params(
             n=n if temperature else 1,
             temperature=temperature,
@@ -189,20 +217,21 @@ class VllmEngine:
             flat_logprobs=True,
             seed=seed,
         )
-        outputs = (await self._final_output(list(prompt_tokens), params, clock=clock, heard=heard)).outputs
+        asked: dict[str, Any] = {"clock": clock, "heard": heard, "version": version}
+        outputs = (await self._final_output(list(prompt_tokens), params, **asked)).outputs
         barred = sorted(params.all_stop_token_ids) if min_tokens else ()
-        how: dict[str, Any] = {"vocab_size": self._vocab_size if top_k else 0, "barred": barred}
+        how: dict[str, Any] = {"vocab_size": self._vocab_size if top_k else 0, "barred": barred, "version": version}
         completions = [_sampled_tokens(o, **how) for o in sorted(outputs, key=lambda o: o.index)]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
-    async def score(self, canary: Canary) -> CanaryGap:
+    async def score(self, canary: Canary, *, version: int | None = None) -> CanaryGap:
         """The scored prompts by prompt logprobs, which never read the prefix cache; the other contexts read what an
         earlier version may have left there.
         """
         prompts = canary.prompts
-        scored = [self._scored_gaps(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
+        scored = [self._scored_gaps(s, lp, version) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
         cached = zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True)
-        gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
+        gaps = await asyncio.gather(*scored, *(self._continued_gap(*c, version) for c in cached))
         at = len(scored)
         return CanaryGap.of([gap for of_prompt in gaps[:at] for gap in of_prompt], [gap for [gap] in gaps[at:]])
 
@@ -239,9 +268,13 @@ class VllmEngine:
             pass
 
     async def _map(self, staged: StagedWeights, *, ahead: bool) -> None:
+        await self._ask("map_staged", staged.manifest, await self._folder_of(staged), ahead)
+
+    async def _folder_of(self, staged: StagedWeights) -> str:
+        """Where the engine's process finds it, with its manifest."""
         folder = self._shared_memory.path / staged.name
         await asyncio.to_thread((folder / MANIFEST).write_text, staged.manifest.to_json())
-        await self._ask("map_staged", staged.manifest, str(folder), ahead)
+        return str(folder)
 
     async def load_weights(
         self,
@@ -251,6 +284,9 @@ class VllmEngine:
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
         manifest, started = staged.manifest, time.monotonic()
+        if self._versions is not None:
+            await self._load_adapter(self._versions, staged)
+            return LoadTimes(drain_s=0.0, pause_s=0.0, ahead_s=time.monotonic() - started)
         await self._map(staged, ahead=self._double_buffer and not self._is_asleep)
         while not all(await self._ask("load_ahead", manifest)):
             pass
@@ -274,6 +310,26 @@ class VllmEngine:
                 await self._llm.resume_generation()
             self.progress.resume()
         return LoadTimes(ahead_s=asked - started, drain_s=stopped - asked, pause_s=time.monotonic() - stopped)
+
+    async def _load_adapter(self, versions: Versions, staged: StagedWeights) -> None:
+        """Some layers between two passes, into a slot that no request is of."""
+        manifest = staged.manifest
+        await self.drop(manifest.policy_version)
+        request = versions.next_request(manifest.policy_version)
+        await self._ask("map_adapter", manifest, await self._folder_of(staged), request.lora_int_id)
+        while not all(await self._ask("load_ahead", manifest)):
+            pass
+        versions.hold(manifest.policy_version, request)
+
+    async def drop(self, version: int) -> None:
+        """Forget an adapter. The rollouts of what is still of it have ended, though the news may come after this."""
+        assert self._versions is not None
+        adapter_id, left = self._versions.drop(version)
+        if adapter_id is None:
+            return
+        with self._calling():
+            await self._llm.abort(left)  # vLLM takes calls in the order in which they were made
+            await self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
 
     async def sleep(self, *, in_flight: str) -> int:
         await self._pause(in_flight)
@@ -334,17 +390,19 @@ class VllmEngine:
         with self.progress.call(), self._alive():
             yield
 
-    async def _scored_gaps(self, sequence: list[int], expected: list[float]) -> list[float]:
+    async def _scored_gaps(self, sequence: list[int], expected: list[float], version: int | None) -> list[float]:
         params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
-        scored = (await self._final_output(sequence, params, priority=CANARY_PRIORITY)).prompt_logprobs
+        asked: dict[str, Any] = {"priority": CANARY_PRIORITY, "version": version}
+        scored = (await self._final_output(sequence, params, **asked)).prompt_logprobs
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
         return [abs(a - b) for a, b in zip(got, expected, strict=True)]
 
-    async def _continued_gap(self, context: list[int], token: int, expected: float) -> list[float]:
+    async def _continued_gap(self, context: list[int], token: int, expected: float, version: int | None) -> list[float]:
         # In a pass with a request that asks for tokens by their ids, vLLM gives no other request its likeliest ones.
         asked: dict[str, Any] = {"logprobs": self._num_kept} if self._num_kept else {"logprob_token_ids": [token]}
         params = self._params(max_tokens=1, temperature=1.0, **asked)
-        output = (await self._final_output(context, params, priority=CANARY_PRIORITY)).outputs[0]
+        answer = await self._final_output(context, params, priority=CANARY_PRIORITY, version=version)
+        output = answer.outputs[0]
         found = output.logprobs[0]
         if token not in found:  # the trainer's likeliest token is below the least of the engine's
             return [abs(expected - min(given.logprob for given in found.values()))]
@@ -358,6 +416,7 @@ class VllmEngine:
         priority: int = 0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
+        version: int | None = None,
     ) -> Any:
         final = None
         # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
@@ -368,9 +427,12 @@ class VllmEngine:
         work = self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock)
         if heard is not None:
             self._heard[request_id] = heard
+        under = nullcontext() if self._versions is None else self._versions.under(version, request_id)
         try:
-            with work, self._alive():
-                async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
+            with under as adapter, work, self._alive():
+                async for output in self._llm.generate(
+                    prompt, params, request_id=request_id, priority=priority, lora_request=adapter
+                ):
                     final = output
         finally:
             self._heard.pop(request_id, None)
@@ -385,16 +447,18 @@ class _InWorker:
     check: Callable[[], Awaitable[None]]
 
 
-def _sampled_tokens(output: Any, *, vocab_size: int, barred: Sequence[int]) -> SampledTokens:
-    """`vocab_size` 0: from all of them."""
+def _sampled_tokens(
+    output: Any, *, vocab_size: int, barred: Sequence[int], version: int | None = None
+) -> SampledTokens:
+    """`vocab_size` 0: from all of them. `version`: of all tokens; None: those that vLLM has noted."""
     tokens, flat = list(output.token_ids), output.logprobs
     first = flat.start_indices  # the sampled token's comes first
     drawn = [flat.token_ids[i] for i in first]
     assert drawn == tokens, f"logprobs of tokens {drawn}, but {tokens} were sampled"
     spans = zip(first, flat.end_indices, strict=True)
     kept = [_kept(flat, *span, vocab_size=vocab_size) for span in spans] if vocab_size else None
-    versions: list[int] = []
-    for span in output.weight_versions:
+    versions: list[int] = [] if version is None else [version] * len(tokens)
+    for span in output.weight_versions if version is None else ():
         versions += [int(span.version)] * (span.end - span.start)
     assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
     logprobs = [flat.logprobs[i] for i in first]

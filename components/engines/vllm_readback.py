@@ -49,7 +49,7 @@ Key = tuple[str, int]
 
 def layer_of(name: str) -> str:
     """The decoder layer a parameter belongs to, or its module: the same for Hugging Face's names and vLLM's."""
-    parts = name.split(".")
+    parts = name.replace(".base_layer.", ".").split(".")  # what vLLM puts an adapter around
     index = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: index + 1])
 
@@ -104,7 +104,7 @@ class Published:
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device, columns: Columns, multiplied: Set[str]) -> None:
         self._dtype, self._device = dtype, device
-        self._columns, self._multiplied = columns, multiplied
+        self.columns, self._multiplied = columns, multiplied
         self.sums: dict[Key, torch.Tensor] = {}
         self._leaves: set[tuple[str, str]] = set()
 
@@ -116,9 +116,18 @@ class Published:
         key = (expert or layer, tensor.shape[-1] if tensor.dim() > 1 else 1)
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
 
+    def narrowed(self, columns: Columns) -> Published:
+        """Of the sums of all columns, those of these."""
+        assert self.columns is ALL
+        one = Published(dtype=self._dtype, device=self._device, columns=columns, multiplied=self._multiplied)
+        one._leaves = self._leaves
+        # An expert's one sum is of all its columns.
+        one.sums = {key: s if len(s) != key[1] else s[columns.of(key[1])] for key, s in self.sums.items()}
+        return one
+
     def sums_of(self, layer: str, tensor: torch.Tensor) -> torch.Tensor:
         """Of a plain tensor of this layer, in the form in which the layer's others are read."""
-        return column_sums(tensor.to(self._dtype), self._columns, multiplied=layer in self._multiplied)
+        return column_sums(tensor.to(self._dtype), self.columns, multiplied=layer in self._multiplied)
 
     def buffers_of(self, name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """A module's own buffers that were published (a layer's scale): what a kernel made for itself was not."""
@@ -150,17 +159,48 @@ def read_back(
     `turn` chooses the block of columns where reading all of them would cost too much. `head_is_packed`: the output head
     is computed by a kernel like other matrices, not from its plain weight in another type.
     """
-    # A module under two names (a tied head) was published under both; a router has two names within one layer.
-    named = [(layer_of(f"{n}.weight"), m) for n, m in model.named_modules(remove_duplicate=False)]
-    modules = {(layer, id(m)): m for layer, m in named if next(m.parameters(False), None) is not None}
-    packed = {id(m) for m in modules.values() if _is_packed(m) and (head_is_packed or isinstance(m, LinearBase))}
-    multiplied = {layer for (layer, _), m in modules.items() if id(m) in packed}
-    sizes = sum(math.prod(_shape(m)) for m in modules.values() if id(m) in packed)
-    columns = Columns(max(1, int(MAX_MULTIPLICATIONS / max(1, sizes))), turn)
-    published = Published(dtype=dtype, device=device, columns=columns, multiplied=multiplied)
+    layout = Layout.of(model, head_is_packed=head_is_packed)
+    published = layout.published(dtype=dtype, device=device, columns=layout.columns(turn))
     for name, tensor in tensors:
         published.add(name, tensor)
         yield
+    return (yield from compare(model, layout, published, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model's weights are. `modules`: by (layer, id); `packed`: ids of those that a kernel holds;
+    `multiplied`: layers of which some matrix is read by multiplying; `num_columns`: that one load reads of each matrix.
+    """
+
+    modules: dict[tuple[str, int], torch.nn.Module]
+    packed: Set[int]
+    multiplied: Set[str]
+    num_columns: int
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, *, head_is_packed: bool) -> Layout:
+        # A module under two names (a tied head) was published under both; a router has two names within one layer.
+        named = [(layer_of(f"{n}.weight"), m) for n, m in model.named_modules(remove_duplicate=False)]
+        modules = {(layer, id(m)): m for layer, m in named if next(m.parameters(False), None) is not None}
+        packed = {id(m) for m in modules.values() if _is_packed(m) and (head_is_packed or isinstance(m, LinearBase))}
+        multiplied = {layer for (layer, _), m in modules.items() if id(m) in packed}
+        sizes = sum(math.prod(_shape(m)) for m in modules.values() if id(m) in packed)
+        return cls(modules, packed, multiplied, max(1, int(MAX_MULTIPLICATIONS / max(1, sizes))))
+
+    def columns(self, turn: int) -> Columns:
+        return Columns(self.num_columns, turn)
+
+    def published(self, *, dtype: torch.dtype, device: torch.device, columns: Columns = ALL) -> Published:
+        """For what is published of such a model; empty yet."""
+        return Published(dtype=dtype, device=device, columns=columns, multiplied=self.multiplied)
+
+
+def compare(
+    model: torch.nn.Module, layout: Layout, published: Published, *, dtype: torch.dtype
+) -> Generator[None, None, ReadBack]:
+    """What `model` computes with and what was `published`, in pieces."""
+    modules, packed, columns = layout.modules, layout.packed, published.columns
     names = {layer for layer, _ in published.sums}
     unread: set[str] = set()
     found: dict[Key, torch.Tensor] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -30,15 +29,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from ..transports.device_memory import Opened, device_memory, places_from_json
-from ..transports.shared_memory import bucket_name
-from ..weights import Manifest, WeightSyncError, read_bucket
+from ..weights import Manifest, WeightSyncError
 from .shards import Part, PartsTaken
 from .slices import SLICE_S, ends_within
 from .vllm_memory import WorkerMemory
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed
-from .vllm_worker_env import CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV, PLACES
+from .vllm_staged import Staged
+from .vllm_worker_env import CORES_ENV, MEMORY_ENV, PARENT_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +124,39 @@ class WorkerExtension:
     def reclaim_memory(self: Any) -> None:
         self.memory.reclaim()
 
+    def hold_adapters(self: Any, targets: list[str], scaling: float) -> list[str]:
+        """Once, before the first version: what is loaded are adapters of these modules.
+
+        Returns those that no layer has a place for.
+        """
+        from .vllm_lora import EngineAdapters  # which reads the model's files with transformers
+
+        with set_current_vllm_config(self.vllm_config):
+            self.leeway_weights = held = EngineAdapters(
+                self.model_runner.get_model(),
+                self.model_runner.lora_manager._adapter_manager,
+                self.vllm_config,
+                self.device,
+                targets=targets,
+                scaling=scaling,
+            )
+        return held.slots.without_place
+
+    @answered
+    def map_adapter(self: Any, folder: str, adapter_id: int) -> None:
+        self.map_adapter(Path(folder), adapter_id)
+
+    @answered
+    def drop_adapter(self: Any, adapter_id: int) -> None:
+        self.drop_adapter(adapter_id)
+
     @answered
     def parts_taken(self: Any) -> dict[str, list[Part]]:
         return {name: sorted(parts) for name, parts in self.parts.items()}
 
 
-def weights_of(worker: Any) -> EngineWeights:
+def weights_of(worker: Any) -> Any:
+    """What takes versions in: `EngineWeights`, or `EngineAdapters` where the engine was told to hold those."""
     if not hasattr(worker, "leeway_weights"):
         memory = WorkerMemory(worker)
         worker.leeway_weights = EngineWeights(
@@ -154,10 +179,7 @@ class EngineWeights:
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.parts: dict[str, set[Part]] = {}
         """What this rank's loader takes of each published tensor, if there are several ranks."""
-        self._manifest: Manifest | None = None
-        self._buckets: list[torch.Tensor] = []
-        self._opened: Opened | None = None
-        self._checking: Iterator[None] | None = None
+        self._staged: Staged | None = None
         self._shadow: ShadowModel | None = None
         self._filling: Iterator[None] | None = None
         self._reading: Iterator[None] | None = None
@@ -167,13 +189,8 @@ class EngineWeights:
     def map_staged(self, folder: Path, *, ahead: bool) -> None:
         """Before the pause: what the next load takes. `ahead`: load into a second set of tensors, if possible."""
         self._forget()
-        self._manifest = manifest = Manifest.from_json((folder / MANIFEST).read_text())
-        if (folder / PLACES).exists():
-            places = places_from_json((folder / PLACES).read_text())
-            self._opened = Opened(manifest, places, device_memory(self._device))
-            self._buckets, self._checking = self._opened.tensors, self._opened.checks(manifest)
-        else:
-            self._buckets = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
+        self._staged = Staged.in_folder(folder, self._device)
+        manifest = self._staged.manifest
         if ahead and not self._half_loaded and can_be_shadowed(self.model):
             needed, free = ROOM * manifest.num_bytes / self._num_ranks, psutil.virtual_memory().available
             if needed <= free:
@@ -189,8 +206,8 @@ class EngineWeights:
 
     def check_some(self) -> bool:
         """Check for a moment what lies on this device; whether every byte of it was."""
-        assert self._checking is not None, "what is in main memory was checked there"
-        return ends_within(SLICE_S, self._checking)
+        assert self._staged is not None, "nothing was staged"
+        return ends_within(SLICE_S, self._staged.checks)
 
     @torch.no_grad()
     def load_ahead(self) -> bool:
@@ -208,13 +225,13 @@ class EngineWeights:
     @torch.no_grad()
     def load_staged(self) -> None:
         """In the pause."""
-        assert self._manifest is not None, "nothing was staged"
+        assert self._staged is not None, "nothing was staged"
         if self._shadow is not None:
             self._shadow.swap()
         else:
             self._load_in_place()
-        self._confirm()
-        self._reading = self._read_back(self._manifest)
+        self._staged.confirm()
+        self._reading = self._read_back(self._staged.manifest)
 
     @torch.no_grad()
     def read_back_some(self, *, compare: bool) -> bool:
@@ -222,28 +239,21 @@ class EngineWeights:
         if self._shadow is not None:  # it holds the weights before these
             self._shadow.drop()
             self._shadow = None
-        if self._manifest is not None:
+        if self._staged is not None:
             assert self._reading is not None, "nothing was loaded since it was staged"
             if compare and not ends_within(SLICE_S, self._reading):
                 return False
-            self._confirm()
+            self._staged.confirm()
             self._forget()
         return True
-
-    def _confirm(self) -> None:
-        """What was copied from this device, or compared with it, was what had been checked."""
-        if self._opened is not None:
-            assert self._manifest is not None
-            self._opened.confirm(self._manifest)
 
     def _forget(self) -> None:
         if self._shadow is not None:
             self._shadow.drop()
         self._shadow, self._filling, self._reading = None, None, None
-        self._manifest, self._buckets, self._checking = None, [], None
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
 
     def _load_in_place(self) -> None:
         if self._half_loaded:  # by a load that failed; what it left is not served
@@ -281,10 +291,10 @@ class EngineWeights:
         yield
 
     def _all_covered(self, model: torch.nn.Module) -> None:
-        assert self._manifest is not None
+        assert self._staged is not None
         missing = [*uncovered_parameters(model), *uncovered_uncounted(model)]
         if missing:
-            raise self._manifest.error("load", f"no published tensor reached {', '.join(missing)}")
+            raise self._staged.manifest.error("load", f"no published tensor reached {', '.join(missing)}")
 
     def _read_back(self, manifest: Manifest) -> Iterator[None]:
         served = self._config.model_config
@@ -304,9 +314,8 @@ class EngineWeights:
             logger.warning("only the canary proves these layers, their layout is unknown: %s", ", ".join(self._unread))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._manifest is not None
-        for index, bucket in enumerate(self._buckets):
-            yield from read_bucket(self._manifest, index, bucket)
+        assert self._staged is not None
+        yield from self._staged.tensors()
 
     def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Of each published tensor what belongs to this rank."""
@@ -315,14 +324,6 @@ class EngineWeights:
                 yield name, tensor
             for offset, size, stride in sorted(self.parts.get(name, ())):
                 yield name, tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-
-
-def _mapped(path: Path) -> torch.Tensor:
-    """A file's bytes, uint8. They stay mapped as long as a tensor of them is held, whatever happens to the file."""
-    if not path.stat().st_size:
-        return torch.empty(0, dtype=torch.uint8)
-    with path.open("rb") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:

@@ -144,6 +144,7 @@ def engine_settings(config: Config, *, cores: list[int], initial_version: int | 
         read_back=config.param_server.read_back,
         sleep_level=config.rollout.sleep_level if config.cluster.in_turns else None,
         lora=config.model.lora if initial_version is None else None,  # else there is no trainer
+        num_versions=derive(config).adapter_versions,
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from .. import driver
-from ..config import Config
+from ..config import Config, derive
 
 
 class NamedRun(Protocol):
@@ -37,7 +37,7 @@ async def run_trials(
     The engine is started with the first one's settings; speeds are measured once. Returns the parts' processes.
     """
     launcher = driver.Launcher(
-        trials[0].config, context.recipe, run_dir=context.dir, supervisor=driver.Supervisor(context.watch)
+        _start_of(trials), context.recipe, run_dir=context.dir, supervisor=driver.Supervisor(context.watch)
     )
     speeds: driver.Speeds | None = None
     try:
@@ -53,3 +53,12 @@ async def run_trials(
     finally:
         await launcher.parts.stop()
     return launcher.parts.processes
+
+
+def _start_of(trials: Sequence[NamedRun]) -> Config:
+    """The first one's settings, with places in the engines for as many adapters as any of them needs."""
+    first, places = trials[0].config, max(derive(trial.config).adapter_versions for trial in trials)
+    if first.model.lora is None:
+        return first
+    lora = first.model.lora.model_copy(update={"max_versions": places})
+    return first.model_copy(update={"model": first.model.model_copy(update={"lora": lora})})

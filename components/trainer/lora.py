@@ -24,8 +24,10 @@ from ..config.inputs import ALL_LINEAR, LoraConfig
 from ..config.names import nearest
 from ..failures import Refused
 from ..integrity import write_checksums
-from ..weights import BucketPlan, TensorEntry, checksum_of, digest_of
+from ..weights import BucketPlan, Manifest, TensorEntry, WeightSyncError, checksum_of, digest_of
 from .durable import sync_tree
+from .names import PublishedNames
+from .pretrained import skeleton, tensors_of
 from .scoring import output_head
 from .shards import own_rows, write_safetensors
 from .tensors import saved_tensors
@@ -97,6 +99,15 @@ def lora_targets(lm: PreTrainedModel, lora: LoraConfig) -> list[str]:
     return chosen
 
 
+def published_targets(path: str, lora: LoraConfig) -> list[str]:
+    """`lora_targets` of the model at `path`, by the names that its files have for them. Reads no weights."""
+    lm = skeleton(path, "eager")
+    targets = lora_targets(lm, lora)
+    tensors_of(lm, path)  # from here on the files' names are known
+    renamed = PublishedNames(lm).renamed
+    return [renamed[f"{name}.weight"].removesuffix(".weight") for name in targets]
+
+
 def _is_called(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
@@ -166,6 +177,22 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module in adapted:
             module.is_on = True
+
+
+def base_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    """What the digest of the weights that adapters are added to is made of: one published tensor."""
+    memory = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(name, kind, tuple(tensor.shape), 0, 0, tensor.nbytes, checksum_of(memory, "xxh3_128"))
+
+
+def base_error(manifest: Manifest, digest: str) -> WeightSyncError:
+    """For an engine whose weights have another `digest` than those that the adapter belongs to."""
+    return manifest.error(
+        "base",
+        f"the adapter belongs to weights with the digest {manifest.base[:16] or 'none'}, the engine's are "
+        f"{digest[:16]}: model.path must be the same files for trainer and engine",
+    )
 
 
 def digest_of_base(base: Gatherer) -> str | None:

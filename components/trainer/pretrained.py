@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,31 +73,40 @@ def read_weights(
 
     Raises `ModelRefusedError` for files with other tensors than the model's, or of other shapes.
     """
-    files = ModelFiles(path)
     tensors = saved_tensors(lm)
-    sources, unexpected = _sources(lm, files.shapes, set(tensors))
-    if unexpected:
-        raise ModelRefusedError(
-            f"{path}: got {len(unexpected)} tensors in its files that {type(lm).__name__} does not have, the first is "
-            f"{unexpected[0]}, expected those of its config.json alone; correct config.json, or take another model"
-        )
     weights: dict[str, torch.Tensor] = {}
     tied = {name: names for names in by_tensor(tensors).values() for name in names}
-    for source in sources:
-        for name, rows in source.read(files, lm, tensors, rank, num_ranks).items():
-            rows = rows.to(device or rows.device)
-            known = weights.setdefault(tied[name][0], rows)
-            if known is not rows and not torch.equal(known, rows):
-                raise ModelRefusedError(
-                    f"{path}: its files have different values for {' and '.join(tied[name])}, which its config.json "
-                    "makes one tensor; set tie_word_embeddings to false in it"
-                )
+    for name, rows in tensors_of(lm, path, rank=rank, num_ranks=num_ranks):
+        rows = rows.to(device or rows.device)
+        known = weights.setdefault(tied[name][0], rows)
+        if known is not rows and not torch.equal(known, rows):
+            raise ModelRefusedError(
+                f"{path}: its files have different values for {' and '.join(tied[name])}, which its config.json "
+                "makes one tensor; set tie_word_embeddings to false in it"
+            )
     if missing := sorted({names[0] for names in tied.values()} - weights.keys()):
         raise ModelRefusedError(
             f"{path}: its files lack {len(missing)} tensors of {type(lm).__name__}, the first is {missing[0]}, "
             "expected all of them; take a complete model (its body alone, or a classifier, is none)"
         )
     return weights
+
+
+def tensors_of(
+    lm: PreTrainedModel, path: str, *, rank: int = 0, num_ranks: int = 1
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `read_weights` reads, one tensor after the other, in main memory; a tied one for each entry of the files.
+
+    `PublishedNames` of `lm` are complete from here on, before the first tensor is read. Raises `ModelRefusedError`.
+    """
+    files, tensors = ModelFiles(path), saved_tensors(lm)
+    sources, unexpected = _sources(lm, files.shapes, set(tensors))
+    if unexpected:
+        raise ModelRefusedError(
+            f"{path}: got {len(unexpected)} tensors in its files that {type(lm).__name__} does not have, the first is "
+            f"{unexpected[0]}, expected those of its config.json alone; correct config.json, or take another model"
+        )
+    return (item for source in sources for item in source.read(files, lm, tensors, rank, num_ranks).items())
 
 
 class ModelFiles:

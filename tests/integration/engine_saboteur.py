@@ -92,6 +92,26 @@ class Saboteur(vllm_worker.WorkerExtension):
 
         self._after_the_load(break_it)
 
+    def flip_adapter(self: Any, module: str, which: str, slice_index: int, index: int, bit: int) -> None:
+        """Flip one bit in the slot of the adapter that came last."""
+        layer, slots = self._layer(module), self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        slot = slots.index(max(held for held in slots if held is not None))
+        stacked = {"a": layer.lora_a_stacked, "b": layer.lora_b_stacked}[which]
+        stacked[slice_index][slot].view(-1).view(torch.int32)[index] ^= 1 << bit
+
+    def arm_adapter(self: Any, module: str, which: str, slice_index: int, index: int) -> None:
+        """Let the next load of an adapter end with one bit of its slot flipped, once."""
+        weights = vllm_worker.weights_of(self)
+
+        def load_ahead() -> bool:
+            done = type(weights).load_ahead(weights)
+            if done:
+                self.disarm()
+                self.flip_adapter(module, which, slice_index, index, 0)
+            return done
+
+        weights.load_ahead = load_ahead
+
     def _after_the_load(self: Any, break_it: Callable[[], None]) -> None:
         weights = vllm_worker.weights_of(self)
 
@@ -117,5 +137,5 @@ class Saboteur(vllm_worker.WorkerExtension):
         weights._fill = fill
 
     def disarm(self: Any) -> None:
-        for name in ("_fill", "load_staged"):
+        for name in ("_fill", "load_staged", "load_ahead"):
             vars(vllm_worker.weights_of(self)).pop(name, None)

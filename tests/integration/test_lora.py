@@ -13,15 +13,18 @@ pytestmark = pytest.mark.timeout(600)
 BOUND = 3
 
 
-def test_a_run_with_an_adapter_keeps_its_promises(start: Any, from_untrained: list[str]) -> None:
+@pytest.mark.parametrize(("engine", "steps"), [("hf", 8), ("vllm", 6)])
+def test_a_run_with_an_adapter_keeps_its_promises(
+    start: Any, from_untrained: list[str], engine: str, steps: int
+) -> None:
     command = start(
         "async_rl",
         *from_untrained,
         *DIGITS_LAST,
-        "rollout.engine.name=hf",
+        f"rollout.engine.name={engine}",
         "rollout.engine.max_num_seqs=32",
         "model.lora.rank=4",
-        "stages.async_rl.train.steps=8",
+        f"stages.async_rl.train.steps={steps}",
         "stages.async_rl.train.groups_per_step=8",
         "stages.async_rl.optimizer.lr=1e-3",
         "stages.async_rl.optimizer.warmup_steps=0",
@@ -32,7 +35,7 @@ def test_a_run_with_an_adapter_keeps_its_promises(start: Any, from_untrained: li
         "train.audit_every=1",
         "eval.at_start=false",
         "eval.num_tasks=16",
-        name="lora",
+        name=f"lora-{engine}",
     )
     run = command.wait(500)
     assert run.code == 0, run.output
@@ -40,7 +43,7 @@ def test_a_run_with_an_adapter_keeps_its_promises(start: Any, from_untrained: li
     assert set(run.series("collector/pause_s")) == {0.0}
     assert set(run.series("collector/drain_s")) == {0.0}
     [published] = set(run.series("param_server/bytes"))
-    saved = run.dir / "stages/async_rl/checkpoints/step-000008"
+    saved = run.dir / "stages/async_rl/checkpoints" / f"step-{steps:06}"
     assert 8 * published < (saved / "hf/model.safetensors").stat().st_size
     assert (saved / "adapter/adapter_config.json").exists()
     # Trained tokens, each scored again under exactly the version that it names.

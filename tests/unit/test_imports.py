@@ -494,8 +494,7 @@ def test_adapters_of_rollouts_are_held_by_an_engine_that_can(tmp_path: Path) -> 
             "model.lora.rank": 32,
             "model.lora.alpha": 16,
             "model.lora.target_modules": ["q_proj", "v_proj"],
-            "rollout.engine.name": "hf",
-            "rollout.engine.gpu_memory_utilization": None,
+            "rollout.engine.gpu_memory_utilization": 0.6,
             "rollout.engine.tensor_parallel_size": None,
             "cluster.placement": None,
             "train.num_ranks": 8,
@@ -508,7 +507,7 @@ def test_adapters_of_rollouts_are_held_by_an_engine_that_can(tmp_path: Path) -> 
 def test_each_system_says_its_own_of_an_adapter(tmp_path: Path) -> None:
     lora = "lora_configs: [{name: lora, lora_rank: 64, lora_alpha: 128}], max_response_tokens: 768"
     found = imported(tmp_path, "trinity", TRINITY.replace("max_response_tokens: 768", lora))
-    check(found, {"model.lora.rank": 64, "model.lora.alpha": 128, "rollout.engine.name": "hf"})
+    check(found, {"model.lora.rank": 64, "model.lora.alpha": 128})
     layers = "lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true, lora_rank: 4, lora_dropout: 0.0"
     text = TUNE.replace("qwen2_5_0_5b}", f"lora_qwen2_5_0_5b, {layers}}}")
     got = values(imported(tmp_path, "torchtune", text))

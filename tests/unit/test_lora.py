@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests import trainers
+from tests.adapters import LORA, OPTIMIZER, AdapterContract, Scene, settings_for, step
 from tests.trainers import (
     CANARY,
     batch_of,
@@ -30,11 +29,8 @@ from transformers import AutoModelForCausalLM
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective
-from leeway.collector.adapter_sync import AdapterSync
-from leeway.collector.engine import EngineSettings
 from leeway.config import ConfigError, derive, find_recipe, load_config
 from leeway.config.inputs import LoraConfig
-from leeway.config.learning import OptimizerConfig
 from leeway.driver.memory import processes_of, trained_parameters
 from leeway.driver.models import shape_of
 from leeway.engines.hf_engine import HfEngine
@@ -44,12 +40,7 @@ from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.convert import convert
 from leeway.trainer.lora import ADAPTER_DIR, adapter_tensors, lora_targets
 from leeway.trainer.trainer import Trainer
-from leeway.transports.object_store import ObjectStore
-from leeway.weights import Publication, Tolerance, WeightSyncError
-
-LORA = LoraConfig(rank=4, alpha=8.0)
-OPTIMIZER = OptimizerConfig(lr=0.03, max_skipped_steps=0)
-PROMPT = [5, 9, 33, 2, 60]
+from leeway.weights import WeightSyncError
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +53,6 @@ def make(model_path: Path, group_of_one_rank: None) -> Callable[..., Trainer]:
     return functools.partial(
         one_rank_trainer, model_path, **{"lora": LORA, "optimizer": OPTIMIZER, "max_policy_lag": 100}
     )
-
-
-def step(trainer: Trainer) -> None:
-    trainer.forward_backward(batch_of(random_trajectories(trainer.policy_version, 9)))
-    trainer.optim_step()
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -185,143 +171,16 @@ def test_what_cannot_have_an_adapter_is_refused_in_one_line(make, change, said):
 # ------------------------------------------------------------------------------------------------------ the engine
 
 
-class Scene:
-    """A trainer, its publications, and a real engine with its weight sync."""
-
-    def __init__(self, trainer: Trainer, path: Path) -> None:
-        self.trainer = trainer
-        self.publications: list[Publication] = []
-        self.logprobs: dict[int, Any] = {}
-        self.engine: Any = HfEngine(
-            EngineSettings(
-                model_path=str(path),
-                dtype="float32",
-                device="cpu",
-                max_model_len=128,
-                seed=0,
-                options={"max_num_seqs": 64},
-                cores=[],
-                kv_cache_gib=0.1,
-                lora=LORA,
-            )
-        )
-        self.states: list[dict[str, torch.Tensor]] = []
-
-    def publish(self) -> Publication:
-        if self.publications:
-            step(self.trainer)
-        self.trainer.publish()
-        self.publications.append(self.trainer.publication())
-        return self.publications[-1]
-
-    def sync(self, **changes: Any) -> AdapterSync:
-        async def nothing(newer_than: int, timeout_s: float) -> None:
-            await asyncio.sleep(timeout_s)
-
-        settings: dict[str, Any] = {
-            "in_flight": "recompute",
-            "tolerance": Tolerance(1e-4),
-            "pull_every": 1,
-            "deadline_s": 60.0,
-            "max_failures": 0,
-            "on_quarantine": nothing,
-            "paused": None,
-            "max_versions": 4,
-        }
-        return AdapterSync(self.engine, nothing, ObjectStore.of_this_process(), **(settings | changes))
-
-    async def generate(self, version: int, *, n: int = 1, seed: int = 3, max_tokens: int = 40) -> list[Any]:
-        return await self.engine.generate(
-            PROMPT, n=n, temperature=1.0, max_tokens=max_tokens, stop_token_ids=[], seed=seed, version=version
-        )
-
-
 @pytest.fixture
 def scene(make: Callable[..., Trainer], model_path: Path) -> Iterator[Scene]:
-    scene = Scene(make(), model_path)
-    yield scene
-    scene.engine.shutdown()
+    with asyncio.Runner() as runner:
+        scene = Scene(make(), HfEngine(settings_for(model_path)), runner)
+        yield scene
+        scene.engine.shutdown()
 
 
-@pytest.mark.slow
-def test_rows_of_several_versions_are_what_each_is_alone(scene):
-    """To the last bit, and as the trainer computes them."""
-
-    async def run() -> None:
-        async with contextlib.AsyncExitStack() as rollouts:
-            await compare(rollouts)
-
-    async def compare(rollouts: contextlib.AsyncExitStack) -> None:
-        sync, alone = scene.sync(), {}
-        for version in range(3):
-            await sync._sync(scene.publish())
-            assert sync.verified_version == version
-            await rollouts.enter_async_context(sync.one_version())
-            alone[version] = (await scene.generate(version))[0]
-            sequence = PROMPT + alone[version].tokens
-            trajectory = dataclasses.replace(
-                random_trajectories(0, 1)[0],
-                prompt_tokens=PROMPT,
-                response_tokens=alone[version].tokens,
-                loss_mask=[True] * 40,
-                behavior_logprobs=alone[version].logprobs,
-                policy_versions=[version] * 40,
-            )
-            assert len(sequence) == 45
-            own = scene.trainer.token_logprobs(batch_of([trajectory]))
-            assert (own - torch.tensor(alone[version].logprobs)).abs().max() < 1e-4
-        assert alone[0].tokens != alone[2].tokens
-        together = await asyncio.gather(*(scene.generate(version) for version in (2, 0, 1, 0, 2)))
-        for version, (completion,) in zip((2, 0, 1, 0, 2), together, strict=True):
-            assert completion == alone[version]
-            assert set(completion.policy_versions) == {version}
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_a_load_touches_nothing_that_is_under_way(scene):
-    """A rollout of two requests goes on under its version while another one is loaded, proven and served."""
-
-    async def run() -> None:
-        sync = scene.sync()
-        await sync._sync(scene.publish())
-        expected = [await scene.generate(0, n=3, seed=seed) for seed in (3, 4)]
-        async with sync.one_version() as version:
-            assert version == 0
-            first = asyncio.ensure_future(scene.generate(0, n=3))
-            while scene.engine.progress.num_tokens < 20:
-                await asyncio.sleep(0.001)
-            await sync._sync(scene.publish())
-            assert not first.done()
-            assert sync.verified_version == 1
-            async with sync.one_version() as newer:
-                assert newer == 1
-                other = await scene.generate(1, n=3)
-            assert {v for c in other for v in c.policy_versions} == {1}
-            assert await first == expected[0]
-            assert await scene.generate(version, n=3, seed=4) == expected[1]
-        [_, report] = sync.drain_reports()
-        assert report.pause_s == report.drain_s == 0.0
-
-    asyncio.run(run())
-
-
-def test_a_version_that_fails_its_proof_is_never_served(scene):
-    async def run() -> None:
-        sync = scene.sync(max_failures=9)
-        await sync._sync(scene.publish())
-        good = scene.publish()
-        # Right bytes, another function: the canary of the version before.
-        wrong = dataclasses.replace(good.manifest, canary=scene.publications[0].manifest.canary)
-        await sync._sync(Publication(wrong, good.bucket_refs))
-        assert (sync.verified_version, sync.num_refused, sync.num_quarantines) == (0, 1, 0)
-        assert 1 not in scene.engine._adapters
-        assert set((await scene.generate(0))[0].policy_versions) == {0}
-        await sync._sync(good)
-        assert sync.verified_version == 1
-
-    asyncio.run(run())
+class TestHf(AdapterContract):
+    pass
 
 
 @pytest.mark.parametrize("what", ["adapter", "base"])
@@ -350,48 +209,7 @@ def test_what_a_pass_computes_with_is_read_back(scene, what):
         # Nothing is right on a damaged base; a damaged adapter leaves the others.
         assert sync.verified_version == (-1 if what == "base" else 0)
 
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_an_old_version_is_dropped_when_its_last_rollout_has_ended(scene):
-    async def run() -> None:
-        sync = scene.sync(max_versions=2)
-        await sync._sync(scene.publish())
-        async with sync.one_version() as oldest:
-            await sync._sync(scene.publish())
-            waiting = asyncio.ensure_future(sync._sync(scene.publish()))
-            for _ in range(20):
-                await asyncio.sleep(0.005)
-            assert not waiting.done(), "there is no place for a third one"
-            assert sync.verified_version == 1
-            assert set((await scene.generate(oldest))[0].policy_versions) == {0}
-        await waiting
-        assert sync.verified_version == 2
-        assert [v in scene.engine._adapters for v in (0, 1, 2)] == [False, True, True]
-        with pytest.raises(RuntimeError, match="version 0, which it does not hold"):
-            await scene.generate(0)
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_what_a_rollout_left_in_the_engine_goes_with_its_version(scene):
-    """A rollout that was given up has ended before its requests are aborted."""
-
-    async def run() -> None:
-        sync = scene.sync()
-        for _ in range(2):
-            await sync._sync(scene.publish())
-        left = asyncio.ensure_future(scene.generate(0, n=3))
-        while not scene.engine.progress.num_tokens:
-            await asyncio.sleep(0.001)
-        await scene.engine.drop(0)
-        with pytest.raises(RuntimeError, match="version 0 was dropped"):
-            await left
-        assert set((await scene.generate(1))[0].policy_versions) == {1}, "the engine lives"
-
-    asyncio.run(run())
+    scene.run(run())
 
 
 # ------------------------------------------------------------------------------------------------------- two ranks
@@ -457,7 +275,17 @@ def config_of(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, r"rollout\.engine\.name: got '?vllm"),
+        (
+            {"rollout.engine.name": "leeway.engines.address_engine:AddressEngine"},
+            r"got '?leeway.*AddressEngine.*expected vllm, hf where model\.lora is set",
+        ),
+        (
+            {"rollout.engine.tensor_parallel_size": 2},
+            r"tensor_parallel_size: got 2, expected 1 where model\.lora is set",
+        ),
+        ({"rollout.engine.double_buffer": "false"}, r"double_buffer: got False, expected nothing where model\.lora"),
+        ({"rollout.engine.max_loras": 2}, r"max_loras: got 2.*use model\.lora\.max_versions"),
+        ({"model.lora.rank": 513}, r"model\.lora\.rank: got 513, expected at most 512.*rollout\.engine\.name=hf"),
         ({"staleness.in_flight": "keep"}, r"staleness\.in_flight: got '?keep"),
         ({"param_server.delta": "true"}, r"param_server\.delta: got True"),
         ({"cluster.placement": "turns"}, r"cluster\.placement: got '?turns"),
@@ -466,9 +294,8 @@ def config_of(**changes: Any) -> Any:
     ],
 )
 def test_settings_that_adapters_exclude_are_refused_in_one_line(changes, said):
-    engine = {} if not changes else {"rollout.engine.name": "hf"}
     with pytest.raises(ConfigError, match=said) as refused:
-        config_of(**engine, **changes)
+        config_of(**changes)
     assert "\n" not in str(refused.value)
 
 
@@ -490,6 +317,18 @@ def test_memory_is_counted_for_what_is_trained(make, model_path):
     (rank, engine, _), (all_rank, all_engine, _) = (processes_of(c, recipe, shape) for c in (config, whole))
     assert rank.device["optimizer"] == 8 * own < all_rank.device["optimizer"]
     assert engine.device["next version"] == 4 * own < all_engine.device["next version"]
+
+
+def test_an_adapter_takes_the_memory_of_the_slot_that_it_lies_in(model_path):
+    shape = shape_of(json.loads((model_path / "config.json").read_text()))
+    recipe = find_recipe("async_rl")
+    sizes = {}
+    for engine in ("hf", "vllm"):
+        for rank in (8, 9, 16):
+            config = config_of(**{"rollout.engine.name": engine, "model.lora.rank": rank})
+            sizes[engine, rank] = processes_of(config, recipe, shape)[1].device["adapters"]
+    assert sizes["hf", 8] < sizes["hf", 9] < sizes["hf", 16]
+    assert sizes["vllm", 8] < sizes["vllm", 9] == sizes["vllm", 16] == sizes["hf", 16]
 
 
 def test_an_engine_holds_as_many_versions_as_the_bound_can_need():
