@@ -69,7 +69,7 @@ class EngineAdapters:
     def map_staged(self, folder: Path, *, ahead: bool) -> None:
         """For `check_some`."""
         self._forget()
-        self._staged = Staged.in_folder(folder, self._device)
+        self._staged = Staged(folder, self._device)
 
     def check_some(self) -> bool:
         """Check for a moment what lies on this device; whether every byte of it was."""
@@ -79,7 +79,7 @@ class EngineAdapters:
     def map_adapter(self, folder: Path, adapter_id: int) -> None:
         """What the next load takes, and under which id."""
         self._forget()
-        self._staged = staged = Staged.in_folder(folder, self._device)
+        self._staged = staged = Staged(folder, self._device)
         tensors = dict(staged.tensors())
         self._loading = self.slots.load(staged.manifest, tensors, adapter_id)
         self._reading = self._read_back(staged.manifest, tensors, adapter_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,38 +14,35 @@ from ..weights import Manifest, read_bucket
 from .vllm_worker_env import MANIFEST, PLACES
 
 
-@dataclass(frozen=True)
 class Staged:
-    """`buckets`: uint8, of the manifest's sizes. `opened`: of a version on this device, until `close`; `checks` are
-    still to be done of it.
-    """
+    """Of a version on this device, `checks` are still to be done; it is open until `close`."""
 
-    manifest: Manifest
-    buckets: list[torch.Tensor]
-    opened: Opened | None = None
-    checks: Iterator[None] = field(default_factory=lambda: iter(()))
-
-    @classmethod
-    def in_folder(cls, folder: Path, device: torch.device) -> Staged:
-        manifest = Manifest.from_json((folder / MANIFEST).read_text())
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.manifest = manifest = Manifest.from_json((folder / MANIFEST).read_text())
+        self.checks: Iterator[None] = iter(())
+        self._opened: Opened | None = None
+        self._mapped: list[torch.Tensor] = []
         if (folder / PLACES).exists():
-            opened = Opened(manifest, places_from_json((folder / PLACES).read_text()), device_memory(device))
-            return cls(manifest, opened.tensors, opened, opened.checks(manifest))
-        return cls(manifest, [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))])
+            self._opened = Opened(manifest, places_from_json((folder / PLACES).read_text()), device_memory(device))
+            self.checks = self._opened.checks(manifest)
+        else:
+            self._mapped = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """By published name, as views."""
-        for index, bucket in enumerate(self.buckets):
+        for index, bucket in enumerate(self._mapped if self._opened is None else self._opened.tensors):
             yield from read_bucket(self.manifest, index, bucket)
 
     def confirm(self) -> None:
         """What was copied from this device, or compared with it, was what had been checked."""
-        if self.opened is not None:
-            self.opened.confirm(self.manifest)
+        if self._opened is not None:
+            self._opened.confirm(self.manifest)
 
     def close(self) -> None:
-        if self.opened is not None:
-            self.opened.close()
+        """Whoever has tensors of it has let go of them."""
+        self.checks, self._mapped = iter(()), []
+        if self._opened is not None:
+            self._opened.close()
 
 
 def _mapped(path: Path) -> torch.Tensor:

@@ -189,7 +189,7 @@ class EngineWeights:
     def map_staged(self, folder: Path, *, ahead: bool) -> None:
         """Before the pause: what the next load takes. `ahead`: load into a second set of tensors, if possible."""
         self._forget()
-        self._staged = Staged.in_folder(folder, self._device)
+        self._staged = Staged(folder, self._device)
         manifest = self._staged.manifest
         if ahead and not self._half_loaded and can_be_shadowed(self.model):
             needed, free = ROOM * manifest.num_bytes / self._num_ranks, psutil.virtual_memory().available
