@@ -103,6 +103,9 @@ class RLStage:
                 raise
             status = "done"
             return result
+        except asyncio.CancelledError:  # also while it starts
+            status = "interrupted"
+            raise
         finally:
             monitor.close(status)
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
+from leeway.driver.context import StageContext
 from leeway.driver.rl_report import StepReport
 from leeway.driver.rl_run import RLRun
+from leeway.driver.rl_stage import RLStage
 from leeway.failures import PartFailed
 from leeway.recipes.async_rl import train
 from leeway.replay.actor import BatchRefs
@@ -179,6 +181,31 @@ def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp
 
 
 @pytest.mark.slow
+def test_a_stage_that_is_interrupted_while_it_starts_is_no_failed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    monitor = SimpleNamespace(close=closed.append, run_dir=tmp_path)
+    for name, stands_for in {"build_monitor": monitor, "build_taskset": None, "build_evalsets": []}.items():
+        monkeypatch.setattr(f"leeway.driver.rl_stage.{name}", lambda *_, it=stands_for, **__: it)
+    monkeypatch.setattr("leeway.driver.rl_stage.Prompter", SimpleNamespace(of=lambda model: None))
+    config = load_config("quickstart", [], recipe="async_rl").with_model_path("m")
+    context = StageContext(name="rl", recipe=find_recipe("async_rl"), config=config, dir=tmp_path)
+    launcher: Any = SimpleNamespace(parts=SimpleNamespace())
+    stage = RLStage(context, launcher)
+
+    async def interrupt() -> None:
+        monkeypatch.setattr(stage, "_launch", asyncio.Event().wait)
+        running = asyncio.create_task(stage.run(train))
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+
+    asyncio.run(interrupt())
+    assert closed == ["interrupted"]
+
+
 def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) -> None:
     class Slow(NoTime):
         """Its third step takes until it is told to end."""
