@@ -22,6 +22,7 @@ from typing import Any
 
 from leeway.config import plan_run
 from leeway.runtime import fork_server
+from leeway.runtime.cluster import ON_LOOPBACK
 from leeway.runtime.fork_server import SET_BY_RAY, modules_of
 from leeway.runtime.pages import in_large_pages
 from leeway.runtime.threads import yielding
@@ -50,17 +51,7 @@ ROOM = 40_000
 DESCRIPTOR = 3
 """Of the socket to that process, in a run."""
 USE = f"import sys; sys.modules[{__name__!r}].use()"
-OF_EACH_RUN = (
-    "LEEWAY_",
-    "RAY_",
-    "PYTEST_",
-    "SERVE_",
-    "TMPDIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "SPT_NOENV",
-    "GLOO_",
-    "NCCL_",
-)
+OF_EACH_RUN = ("LEEWAY_", "RAY_", "PYTEST_", "SERVE_", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "SPT_NOENV")
 """Beginnings of variables that nothing has read when it is loaded before Ray."""
 _server: socket.socket | None = None
 _process: subprocess.Popen[bytes] | None = None
@@ -72,7 +63,7 @@ def begin() -> None:
     global _server, _process, _environ
     assert _server is None
     stages = plan_run("quickstart", "async_rl", ["stages.sft=null", "rollout.engine.name=hf"])
-    _environ = {**SET_BY_RAY, **os.environ, **yielding(os.environ), **in_large_pages(os.environ)}
+    _environ = {**SET_BY_RAY, **ON_LOOPBACK, **os.environ, **yielding(os.environ), **in_large_pages(os.environ)}
     _environ["PYTHONPATH"] = str(SOURCE)
     _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = [SOURCE, forked.__file__, theirs.fileno(), json.dumps(asdict(modules_of(stages)))]
@@ -91,11 +82,6 @@ def descriptors() -> list[int]:
     """For `Forked(more=...)`."""
     assert _server is not None, "no test has the fixture fork_servers_imported"
     return [_server.fileno()]
-
-
-def environ() -> dict[str, str]:
-    """The environment of that process."""
-    return dict(_environ)
 
 
 def use() -> None:

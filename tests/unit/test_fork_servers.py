@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -14,13 +15,18 @@ from ..forked import Forked
 
 DRIVER = """
 import json, os, sys
-from pathlib import Path
+from leeway.config import load_config
+from leeway.runtime.cluster import _prepare
+from leeway.runtime.footprint import Footprint
 from leeway.runtime.fork_server import ForkServer, Modules
-server = ForkServer(Path(sys.argv[1]), Modules([], [], []))
-print(server._process.pid, flush=True)
-sys.stdin.readline()
-server.close()
-print("closed", flush=True)
+footprint = Footprint.make()
+with footprint.applied():
+    _prepare(load_config("quickstart", ["train.steps=1"], recipe="async_rl"))
+    server = ForkServer(footprint.scratch, Modules([], [], []))
+    print(json.dumps([server._process.pid, dict(os.environ)]), flush=True)
+    sys.stdin.readline()
+    server.close()
+    print("closed", flush=True)
 """
 
 
@@ -30,17 +36,20 @@ print("closed", flush=True)
 def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environment_of_the_run(
     tmp_path: Path, another: dict[str, str]
 ) -> None:
-    env = {**fork_servers.environ(), "TMPDIR": str(tmp_path), "LEEWAY_RUN": "m" * 16, **another}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env = {**own, "LEEWAY_TEST_MARK": "m", "PYTHONPATH": str(fork_servers.SOURCE), **another}
     code = f"{fork_servers.USE}\n{DRIVER}"
-    driver = Forked(code, str(tmp_path), env=env, cwd=tmp_path, more=fork_servers.descriptors())
+    driver = Forked(code, env=env, cwd=tmp_path, more=fork_servers.descriptors())
     assert driver.stdout is not None
     assert driver.stdin is not None
-    server = psutil.Process(int(driver.stdout.readline()))
+    pid, expected = json.loads(driver.stdout.readline())
+    server = psutil.Process(pid)
     deadline = time.monotonic() + 200
     while "LEEWAY_TEST_ROOM" in (said := server.environ()):  # a fork begins as what it was forked from
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert {name: said.get(name) for name in env} == env
+    assert expected["LEEWAY_RUN"]
+    assert {name: said.get(name) for name in expected} == expected
     assert Path(server.cwd()) == tmp_path
     assert os.getpgid(server.pid) == server.pid
     is_forked = "forked" in " ".join(server.cmdline())
