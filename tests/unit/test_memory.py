@@ -165,6 +165,7 @@ def test_no_setting_is_advised_where_none_helps():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # half a minute of processor
 def test_a_real_rank_holds_what_is_counted() -> None:
     """Its peak over two steps with a publication, as the benchmark measures it."""
     root = Path(__file__).resolve().parents[2]
