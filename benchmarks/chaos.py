@@ -162,6 +162,7 @@ def run_cell(cell: str, out: Path, model: Path, transport: str, engine: str) -> 
     process = leeway(args, env=env, log=log, cwd=folder)
     try:
         wait_for_phase(process, phase, part, log, folder, mark)
+        own = in_shared_memory({p.pid for p in processes(mark)})
         begun = time.monotonic()
         if part == "environment":
             trigger.write_text(act)
@@ -177,7 +178,7 @@ def run_cell(cell: str, out: Path, model: Path, transport: str, engine: str) -> 
             seconds = round(time.monotonic() - begun, 1)
         except subprocess.TimeoutExpired:
             seconds = None
-        left = left_over(mark, folder, shm, sessions)
+        left = left_over(mark, folder, shm, own, sessions)
     finally:
         if process.poll() is None:
             process.kill()
@@ -257,17 +258,36 @@ def signal_part(mark: str, pattern: str, number: signal.Signals) -> None:
     found[0].send_signal(number)
 
 
-def left_over(mark: str, folder: Path, shm: set[str], sessions: set[Path]) -> list[str]:
-    """Processes, files in shared memory, folders of Ray, and anything in the temporary folder of this cell."""
+def left_over(mark: str, folder: Path, shm: set[str], own: set[int], sessions: set[Path]) -> list[str]:
+    """Processes, files in shared memory, folders of Ray, and anything in the temporary folder of this cell.
+
+    `shm`, `own`: files in shared memory that were there before, and inode numbers of those that it had mapped.
+    """
     deadline = time.monotonic() + 8  # those whose parent was killed notice by themselves
     while processes(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     left = [f"process {command_line(p)[:40]}" for p in processes(mark)]
-    left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shm)]
+    others = in_shared_memory(set(psutil.pids()) - {p.pid for p in processes(mark)})
+    for path in (Path("/dev/shm") / name for name in sorted(set(os.listdir("/dev/shm")) - shm)):
+        with contextlib.suppress(FileNotFoundError):
+            # Other programs' semaphores have names like this run's, and stay where those are killed.
+            others_own = path.name.startswith("sem.") and path.stat().st_ino not in own
+            if not others_own and path.stat().st_ino not in others:
+                left.append(str(path))
     left += [str(path) for path in sorted(set(Path("/tmp/ray").glob("session_2*")) - sessions)]
     # Compiled kernels stay, for runs to come.
     files = [path.name for path in sorted((folder / "tmp").iterdir()) if "torchinductor" not in path.name]
     return left + [f"TMPDIR/{name}" for name in files]
+
+
+def in_shared_memory(pids: set[int]) -> set[int]:
+    """Inode numbers of the files in shared memory that these processes have mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {int(line.split(None, 5)[4]) for line in maps if " /dev/shm/" in line}
+    return found
 
 
 def row(e: Ending) -> str:
