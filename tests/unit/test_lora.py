@@ -321,6 +321,7 @@ def test_memory_is_counted_for_what_is_trained(make, model_path):
 
 def test_an_adapter_takes_the_memory_of_the_slot_that_it_lies_in(model_path):
     shape = shape_of(json.loads((model_path / "config.json").read_text()))
+    assert shape is not None
     recipe = find_recipe("async_rl")
     sizes = {}
     for engine in ("hf", "vllm"):

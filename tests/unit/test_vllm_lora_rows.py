@@ -44,13 +44,14 @@ def test_each_row_is_computed_with_its_own_slot(stacks):
 
 @pytest.mark.parametrize("number", [1, 3, 8, 20, 64, 500])
 def test_a_row_is_the_same_to_the_last_bit_alone_and_beside_others(stacks, number):
+    a, b = stacks
     x, y = rows(number)
     slots = torch.arange(number) % 3
     together = y.clone()
-    add_adapters(together, x, slots, *stacks, SIZES)
+    add_adapters(together, x, slots, a, b, SIZES)
     for row in (0, number // 2, number - 1):
         alone = y[row : row + 1].clone()
-        add_adapters(alone, x[row : row + 1], slots[row : row + 1], *stacks, SIZES)
+        add_adapters(alone, x[row : row + 1], slots[row : row + 1], a, b, SIZES)
         assert torch.equal(alone[0], together[row]), row
 
 
