@@ -81,7 +81,14 @@ def _try_rewards(config: Config, task: Task) -> None:
     from ..envs.rewards import resolve_reward, takes_models
     from ..envs.scoring import NoNumber, score
 
-    (said,) = asyncio.run(_AnswerKeyPolicy(task).generate(task.prompt, n=1))
+    tokens = [*task.answer.encode()]  # any: to load a tokenizer takes seconds
+    said = Completion(
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens),
+        policy_versions=[0] * len(tokens),
+        finish_reason="stop",
+        text=task.answer,
+    )
     for name in own:
         reward = resolve_reward(name, source.reward_options.get(name), key=key)
         if takes_models(reward):
