@@ -147,7 +147,7 @@ class _Run:
         first = self._watch.outcome
         failure = error if isinstance(error, PartFailed) else as_driver_failure(error)
         if first is not None and first.status == "interrupted":
-            if isinstance(error, asyncio.CancelledError):
+            if isinstance(error, asyncio.CancelledError) or self._stage is None:  # there is nothing to save yet
                 return first
             if failure.details:
                 print(failure.details, file=sys.stderr)

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from leeway.driver.runner import _Run
 from leeway.failures import Kind, PartFailed
 from leeway.runtime import supervisor as supervisor_module
 from leeway.runtime import watch as watch_module
@@ -413,3 +415,12 @@ def test_a_part_whose_event_loop_stays_blocked_fails_the_run(monkeypatch: pytest
         supervisor.forget_all()
 
     asyncio.run(main())
+
+
+def test_an_interrupt_before_any_stage_has_begun_has_not_failed_to_save() -> None:
+    """Ray, while it starts, answers SIGTERM with sys.exit."""
+    interrupted = Outcome("interrupted", "interrupted by SIGTERM", 143)
+    run: Any = SimpleNamespace(_watch=SimpleNamespace(outcome=interrupted), _stage=None)
+    assert _Run._outcome_of(run, SystemExit(15)) == interrupted
+    run._stage = "one that trains"
+    assert "saving a checkpoint failed" in _Run._outcome_of(run, OSError("full")).cause
