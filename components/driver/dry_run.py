@@ -21,12 +21,15 @@ def check_plugins(config: Config) -> None:
     from ..monitor import own_sinks
     from ..replay.operators import check_operators
     from ..replay.reuse import priority_of
+    from ..transports.transport import Fetches, WeightTransport
 
     engine, transport = config.rollout.engine_name, config.param_server.transport
     verbs = ("start", "generate", "load_weights", "score", "process_ids", "compute_threads", "shutdown")
     _check_verbs("rollout.engine.name", engine, verbs, "a class with the verbs of leeway.collector.engine.Engine")
     expected = "a class with the methods of leeway.transports.transport.WeightTransport, and open(settings)"
-    _check_verbs("param_server.transport", transport, ("open", "begin", "files", "fetch", "close"), expected)
+    methods = [name for kind in (Fetches, WeightTransport) for name in vars(kind) if callable(getattr(kind, name))]
+    methods = ["open", *(name for name in methods if not name.startswith("_"))]
+    _check_verbs("param_server.transport", transport, methods, expected)
     own_sinks(config.monitor)
     build_environment(config.env)
     check_operators(config.replay.operators)

@@ -111,8 +111,16 @@ def test_a_reward_that_is_right_or_needs_a_run_passes(tmp_path, monkeypatch, mor
 
 
 def test_a_transport_of_the_users_own_is_looked_at_before_a_run(mine):
-    mine("class Env:\n    @classmethod\n    def open(cls, settings): ...\n    def begin(self, version): ...\n")
-    with pytest.raises(ValueError, match=r"param_server.transport: got env_of_mine:Env, which has no files\(\)"):
+    own = (
+        "from leeway.transports.object_store import ObjectStore as Own\nclass Env{}:\n    def begin(self, version): ..."
+    )
+    mine(own.format("(Own)"))
+    check_plugins(load_config("quickstart", ["param_server.transport=env_of_mine:Env"]))
+    mine(own.format(""))
+    with pytest.raises(ValueError, match=r"param_server.transport: got env_of_mine:Env, which has no open\(\)"):
+        check_plugins(load_config("quickstart", ["param_server.transport=env_of_mine:Env"]))
+    mine(own.format("") + "\n    def open(cls, settings): ...\n    def close(self): ...")
+    with pytest.raises(ValueError, match=r"which has no (fetch|places)\(\)"):
         check_plugins(load_config("quickstart", ["param_server.transport=env_of_mine:Env"]))
 
 
