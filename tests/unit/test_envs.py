@@ -102,14 +102,12 @@ def test_blocking_reward_does_not_stop_the_loop():
     assert asyncio.run(beats_while_scoring()) > 10
 
 
-@pytest.mark.parametrize(
-    ("value", "message"), [(float("nan"), "nan.*finite"), ("many", "ValueError"), (None, "TypeError")]
-)
-def test_reward_that_is_no_number_names_function_and_task(value, message):
+@pytest.mark.parametrize("value", [float("nan"), "many", None])
+def test_reward_that_is_no_number_names_function_and_task(value):
     def odd(task, text):
         return value
 
-    with pytest.raises(RuntimeError, match=f"reward odd .*task t.*{message}|reward odd gave {message}"):
+    with pytest.raises(RuntimeError, match=f"reward odd gave {value!r} on task t; expected a finite number"):
         rollout(SingleTurn(reward=odd), "46", group_size=1)
 
 
