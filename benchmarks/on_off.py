@@ -8,7 +8,9 @@ The quickstart's RL stage on the hf engine. `spans`: of each run, the median sec
 of all of its processes for each step, both between step 5 and the last but one. `watched`: equal runs differ by more
 than watching could cost, so the server and its readers are stopped and continued (SIGSTOP, SIGCONT) within one run; of
 two blocks that follow each other, one is watched, by lot. What was written meanwhile, they read when they go on. The
-mean of the blocks' differences is printed with its standard error.
+mean of the blocks' differences is printed with its standard error: of the seconds of a step, and, since these vary by
+more than watching could cost, of what it could cost by: how long the run's threads were ready to run and waited for a
+core (Linux counts it: /proc/PID/schedstat), and their processor time.
 
 A page is an event stream that is read as a browser reads it, with all questions that the page asks for each change of
 the run; five browsers would take more of this machine's processor for drawing than the run has, and on a person's own
@@ -51,6 +53,12 @@ QUICK = (
     *("stages.sft=null", "model.init=null", "eval.at_start=false", "eval.at_end=false", "checkpoint.save_hf=never"),
     *("monitor.console=off", "stages.async_rl.optimizer.warmup_steps=0"),
 )
+
+
+@dataclass(frozen=True)
+class Counted:
+    processor_s: float
+    waited_s: float  # ready to run, on no core
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ def measured(folder: Path, overrides: list[str], *, steps: int) -> Cost:
 def alternated(folder: Path, overrides: list[str], *, block: int, pages: int) -> None:
     lot = random.Random(0)
     run = started(folder, overrides)
-    changes: list[tuple[int, bool]] = []  # from the step after this one on, watched or not
+    changes: list[tuple[int, bool, Counted]] = []  # from the step after this one on, watched or not
+    own: list[psutil.Process] = []
     with watching(folder, pages) as beside:
         due, waiting = FIRST_STEP, []
         while run.poll() is None:
@@ -130,7 +139,8 @@ def alternated(folder: Path, overrides: list[str], *, block: int, pages: int) ->
             on = waiting.pop()
             for process in beside:
                 process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
-            changes.append((step, on))
+            own = own or of_run(folder.name)
+            changes.append((step, on, counted(own)))
             due = step + block
         took_beside = [cpu_seconds([process]) for process in beside]
         for process in beside:
@@ -138,17 +148,24 @@ def alternated(folder: Path, overrides: list[str], *, block: int, pages: int) ->
     took = {row["step"]: row["step/total_s"] for row in rows_of(folder) if "step/total_s" in row}
     if run.returncode or len(changes) < 5:
         raise SystemExit(f"{folder}: the run ended with {run.returncode}, before it could be measured")
-    blocks = [  # without the step in which it changed
-        (on, statistics.fmean(took[step] for step in range(begin + 2, end + 1)))
-        for (begin, on), (end, _) in itertools.pairwise(changes)
-    ]
+    blocks: list[tuple[bool, dict[str, float]]] = []
+    for (begin, on, before), (end, _, after) in itertools.pairwise(changes):
+        steps = range(begin + 2, end + 1)  # without the one in which it changed
+        each = {
+            "seconds": statistics.fmean(took[step] for step in steps),
+            "waited for a core": (after.waited_s - before.waited_s) / (end - begin),
+            "processor": (after.processor_s - before.processor_s) / (end - begin),
+        }
+        blocks.append((on, each))
     pairs = [dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=False)]
-    seconds = {on: statistics.fmean(pair[on] for pair in pairs) for on in (False, True)}
-    differences = [pair[True] - pair[False] for pair in pairs]
-    error = statistics.stdev(differences) / len(pairs) ** 0.5
-    change, error = (value / seconds[False] for value in (statistics.fmean(differences), error))
-    print(f"{len(pairs)} pairs of {block} steps: {seconds[False]:.4f} s a step, watched {seconds[True]:.4f} s")
-    print(f"watched by {pages} pages: {change:+.2%}, standard error {error:.2%}")
+    step_s = statistics.fmean(pair[False]["seconds"] for pair in pairs)
+    print(f"{len(pairs)} pairs of {block} steps, watched by {pages} pages or not; a step takes {step_s:.3f} s")
+    for what in ("seconds", "waited for a core", "processor"):
+        without = statistics.fmean(pair[False][what] for pair in pairs)
+        differences = [pair[True][what] - pair[False][what] for pair in pairs]
+        error = statistics.stdev(differences) / len(pairs) ** 0.5
+        more, error = (value / step_s for value in (statistics.fmean(differences), error))
+        print(f"{what}: {without:.4f} s a step, watched {more:+.2%} of a step, standard error {error:.2%}")
     shares = " and ".join(f"{seconds:.1f}" for seconds in (sum(took_beside[:-1]), took_beside[-1]))
     print(f"server and pages took {shares} s of processor in {len(took)} steps, half of them watched")
 
@@ -203,6 +220,19 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
             continue
         total += times.user + times.system
     return total
+
+
+def counted(processes: list[psutil.Process]) -> Counted:
+    """Of all threads that they have now."""
+    run_ns = waited_ns = 0
+    for process in processes:
+        for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+            try:
+                ran, waited, _ = thread.read_text(encoding="ascii").split()
+            except OSError:  # it ended
+                continue
+            run_ns, waited_ns = run_ns + int(ran), waited_ns + int(waited)
+    return Counted(run_ns / 1e9, waited_ns / 1e9)
 
 
 @contextmanager
