@@ -89,6 +89,7 @@ def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
     engine: Any = object.__new__(VllmEngine)
     engine._llm, engine._dead_error, engine.progress = llm, EOFError, Progress()
     engine._num_loads, engine._cache_salt, engine._double_buffer, engine._read_back = 0, None, True, True
+    engine._versions = None
     engine._num_ranks, engine._none_left_out, engine._is_asleep = ranks, ranks == 1, False
     engine._shared_memory = SharedFolder(folder)
     return engine
@@ -172,10 +173,7 @@ def test_a_loader_is_watched_for_the_part_of_a_tensor_that_it_takes():
     [([0, 1], 2, "0|1"), ([2, 3, 4, 5], 2, "2,3|4,5"), ([1], 2, "1|1"), ([0, 1, 2], 2, "0|1"), ([], 2, "nobind")],
 )
 def test_the_ranks_of_an_engine_share_its_cores(cores, ranks, bound, monkeypatch):
-    for name in ("LEEWAY_ENGINE_CORES", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LEEWAY_ENGINE_PARENT"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "")
-    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")
+    monkeypatch.setattr(os, "environ", {**os.environ, "LEEWAY_ENGINE_CORES": ""})
     prepare(device="cpu", cores=cores, num_ranks=ranks, eager=False)
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == bound
     assert os.environ["LEEWAY_ENGINE_CORES"] == "", "vLLM pins the ranks itself"

@@ -194,7 +194,7 @@ def test_questions_of_an_eval_file_leave_the_training_split(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (task_config(name="reasoning_gym", dataset="chain_sun"), "task.dataset.*'chain_sum'"),
+        (task_config(name="reasoning_gym", dataset="chain_sun"), "task.dataset: got 'chain_sun'.*nearest: chain_sum$"),
         (task_config(name="reasoning_gym", dataset="chain_sum", options={"min_term": 2}), "task.options.*min_term"),
         (task_config(name="reasoning_gym", dataset="chain_sum", options={"min_terms": 9}), "task.options.*max_terms"),
         (task_config(), "task.path"),
