@@ -3,6 +3,7 @@
     python benchmarks/on_off.py spans                # two runs, log.spans=false and true, in turns (A B A B)
     python benchmarks/on_off.py watched              # one run, watched by five pages in every other block of steps
     python benchmarks/on_off.py watched --pages 1 --steps 200 --engine vllm
+    python benchmarks/on_off.py cores                # fixed work on every core in place of the run, for less noise
 
 The quickstart's RL stage on the hf engine. `spans`: of each run, the median seconds of a step, and the processor time
 of all of its processes for each step, both between step 5 and the last but one. `watched`: equal runs differ by more
@@ -11,6 +12,10 @@ two blocks that follow each other, one is watched, by lot. What was written mean
 mean of the blocks' differences is printed with its standard error: of the seconds of a step, and, since these vary by
 more than watching could cost, of what it could cost by: how long the run's threads were ready to run and waited for a
 core (Linux counts it: /proc/PID/schedstat), and their processor time.
+
+`cores`: the steps of a run that has ended are written again, at its pace, and watched as above, while a process on each
+core multiplies matrices all the time. It shows what pages take from work that leaves no core idle, of which a run
+leaves some: no run loses more.
 
 A page is an event stream that is read as a browser reads it, with all questions that the page asks for each change of
 the run; five browsers would take more of this machine's processor for drawing than the run has, and on a person's own
@@ -24,10 +29,13 @@ import argparse
 import http.client
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +45,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import psutil
@@ -45,6 +54,7 @@ from quickstart_runs import HERE, warmed_up
 FIRST_STEP = 5
 PAGE_EVERY_S = 3.0
 """How often an open page asks for its curves again, at most."""
+SETTLE_S, BLOCK_S = 1.0, 4.0
 STAGE = "async_rl"
 LONGEST_LINE = 2**16
 MARK = "LEEWAY_ON_OFF_RUN"
@@ -69,8 +79,8 @@ class Cost:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("spans", "watched"))
-    parser.add_argument("--steps", type=int, help="of a run (default: 40; watched: 600)")
+    parser.add_argument("what", choices=("spans", "watched", "cores"))
+    parser.add_argument("--steps", type=int, help="of a run (default: 40; watched: 600; cores: 100)")
     parser.add_argument("--rounds", type=int, default=2, help="spans: runs without and with, each")
     parser.add_argument("--block", type=int, default=10, help="watched: steps until it may change")
     parser.add_argument("--groups", type=int, default=96, help="groups per step; the quickstart has 96")
@@ -88,6 +98,12 @@ def main() -> int:
         name = f"watched-{os.getpid()}"
         overrides = [*quick, f"stages.{STAGE}.train.steps={steps}", f"name={name}"]
         alternated(out / "on_off" / name, overrides, block=options.block, pages=options.pages)
+        return 0
+    if options.what == "cores":
+        steps = options.steps or 100
+        name = f"cores-{os.getpid()}"
+        measured(out / "on_off" / name, [*quick, f"stages.{STAGE}.train.steps={steps}", f"name={name}"], steps=steps)
+        beside_work(out / "on_off" / name, out / "on_off" / f"{name}-again", pages=options.pages)
         return 0
     steps = options.steps or 40
     costs: dict[bool, list[Cost]] = {False: [], True: []}
@@ -168,6 +184,80 @@ def alternated(folder: Path, overrides: list[str], *, block: int, pages: int) ->
         print(f"{what}: {without:.4f} s a step, watched {more:+.2%} of a step, standard error {error:.2%}")
     shares = " and ".join(f"{seconds:.1f}" for seconds in (sum(took_beside[:-1]), took_beside[-1]))
     print(f"server and pages took {shares} s of processor in {len(took)} steps, half of them watched")
+
+
+def beside_work(recorded: Path, folder: Path, *, pages: int) -> None:
+    """`folder`: where the run that is in `recorded` happens again."""
+    lot = random.Random(0)
+    shutil.copytree(recorded, folder, ignore=shutil.ignore_patterns("stages", "summary.json", "run.lock"))
+    (folder / f"stages/{STAGE}").mkdir(parents=True)
+    own = psutil.Process()
+    holder = {"host": socket.gethostname(), "pid": own.pid, "started": own.create_time()}
+    (folder / "run.lock").write_text(json.dumps(holder), encoding="utf-8")  # as a run that goes on has it
+    counts = multiprocessing.Array("q", os.cpu_count() or 1, lock=False)
+    workers = [multiprocessing.Process(target=multiply, args=(counts, i), daemon=True) for i in range(len(counts))]
+    with watching(folder, pages) as beside:
+        for worker in workers:
+            worker.start()
+        stages = (source / f"stages/{STAGE}" for source in (recorded, folder))
+        writer = threading.Thread(target=write_again, args=(*stages,), daemon=True)
+        writer.start()
+        blocks: list[tuple[bool, float]] = []
+        while writer.is_alive():
+            for on in lot.sample([False, True], 2):
+                for process in beside:
+                    process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+                time.sleep(SETTLE_S)
+                began, before = time.monotonic(), sum(counts)
+                time.sleep(BLOCK_S)
+                blocks.append((on, (sum(counts) - before) / (time.monotonic() - began)))
+        took_beside = [cpu_seconds([process]) for process in beside]
+        for process in beside:
+            process.send_signal(signal.SIGCONT)
+        for worker in workers:  # beside them the server would take long to end
+            worker.terminate()
+    pairs = [dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
+    less = [1 - pair[True] / pair[False] for pair in pairs]
+    error = statistics.stdev(less) / len(less) ** 0.5
+    print(f"{len(pairs)} pairs of {BLOCK_S:.0f} s, watched by {pages} pages or not, {len(counts)} cores at work")
+    print(f"watched, they did {statistics.fmean(less):.2%} less, standard error {error:.2%}")
+    print(f"server and pages took {sum(took_beside[:-1]):.1f} and {took_beside[-1]:.1f} s of processor")
+
+
+def multiply(counts: Any, index: int) -> None:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    import numpy as np
+
+    matrix = np.full((96, 96), 1 / 96, dtype=np.float32)
+    while True:
+        matrix = matrix @ matrix
+        counts[index] += 1
+
+
+def write_again(recorded: Path, stage: Path) -> None:
+    """Metrics and rollouts of each step after as long as the step took, and each step's share of the spans."""
+    rows = [json.loads(line) for line in lines_of(recorded / "metrics.jsonl")]
+    spans = {path.name: lines_of(path) for path in (recorded / "spans").iterdir()}
+    (stage / "spans").mkdir()
+    (stage / "rollouts").mkdir()
+    for number, row in enumerate(rows):
+        time.sleep(row.get("step/total_s", 0.0))
+        for name, lines in spans.items():
+            share = lines[len(lines) * number // len(rows) : len(lines) * (number + 1) // len(rows)]
+            append(stage / "spans" / name, share)
+        rollouts = f"rollouts/step-{row['step']:06d}.jsonl"
+        if (recorded / rollouts).exists():
+            shutil.copy(recorded / rollouts, stage / rollouts)
+        append(stage / "metrics.jsonl", [json.dumps(row) + "\n"])
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def append(path: Path, lines: list[str]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def started(folder: Path, overrides: list[str]) -> subprocess.Popen[bytes]:

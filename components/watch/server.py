@@ -201,15 +201,14 @@ class _Feed:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._text = overview_text(watcher.overview())
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # the next change; one is set once
         self._number = 0
         self._ended = False
 
     async def end(self) -> None:
         """Let the listeners go; a server that stops waits for them."""
         self._ended = True
-        async with self._changed:
-            self._changed.notify_all()
+        self._tell()
 
     async def follow(self) -> None:
         while True:
@@ -218,22 +217,25 @@ class _Feed:
             text = overview_text(self._watcher.overview())
             if text != self._text:
                 self._text = text
-                async with self._changed:
-                    self._number += 1
-                    self._changed.notify_all()
+                self._number += 1
+                self._tell()
+
+    def _tell(self) -> None:
+        # A condition would do the same, but whoever leaves it takes its lock first, and may be cancelled at that again.
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def listen(self, request: Request) -> AsyncIterator[str]:
         seen = -1
-        while not self._ended and not await request.is_disconnected():
+        while not await request.is_disconnected() and not self._ended:
             if seen != self._number:
                 seen = self._number
                 yield f"event: overview\ndata: {self._text}\n\n"
                 continue
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), ALIVE_EVERY_S)
-                except TimeoutError:
-                    yield ": alive\n\n"
+            try:
+                await asyncio.wait_for(self._changed.wait(), ALIVE_EVERY_S)
+            except TimeoutError:
+                yield ": alive\n\n"
 
 
 def words() -> dict[str, dict[str, str]]:

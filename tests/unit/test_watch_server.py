@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import http.client
 import json
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 from starlette.testclient import TestClient
@@ -23,7 +25,7 @@ from leeway.cli.watch import has_autogroups
 from leeway.config import ConfigError
 from leeway.watch.folder import RunFolder
 from leeway.watch.serve import watch
-from leeway.watch.server import FILES, HEADERS, build_app
+from leeway.watch.server import FILES, HEADERS, _Feed, build_app
 from leeway.watch.watcher import Watcher
 
 from ..watched_run import append_lines, make_run
@@ -198,26 +200,48 @@ def test_rollouts_can_be_filtered_and_read(client: TestClient) -> None:
     assert client.get("/api/lags", params=AT).json() == [{"lag": 1, "count": 160}]
 
 
+class Reader:
+    """Of a request what a feed asks."""
+
+    def __init__(self, reads: int) -> None:
+        self._left = reads + 1
+
+    async def is_disconnected(self) -> bool:
+        self._left -= 1
+        return self._left == 0
+
+
 def test_events_begin_with_the_overview(run: Path, tmp_path: Path) -> None:
     watcher = read(run, tmp_path)
-    from leeway.watch.server import _Feed
-
-    class Once:
-        asked = False
-
-        async def is_disconnected(self) -> bool:
-            self.asked, before = True, self.asked
-            return before
 
     async def first() -> list[str]:
-        return [text async for text in _Feed(watcher).listen(Once())]  # pyright: ignore[reportArgumentType]
-
-    import asyncio
+        return [text async for text in _Feed(watcher).listen(Reader(1))]  # pyright: ignore[reportArgumentType]
 
     (text,) = asyncio.run(first())
     assert text.startswith("event: overview\ndata: [")
     assert text.endswith("\n\n")
     assert "\n" not in text.removeprefix("event: overview\n").removesuffix("\n\n")
+    watcher.close()
+
+
+def test_readers_that_leave_together_raise_nothing(run: Path, tmp_path: Path) -> None:
+    """As a server has them leave: by a cancellation that is repeated until each has left."""
+    watcher = read(run, tmp_path)
+    feed, heard = _Feed(watcher), [0] * 5
+
+    async def hear(reader: int) -> None:
+        async for _ in feed.listen(Reader(100)):  # pyright: ignore[reportArgumentType]
+            heard[reader] += 1
+
+    async def scenario() -> None:
+        async with anyio.create_task_group() as readers:
+            for reader in range(5):
+                readers.start_soon(hear, reader)
+            await anyio.wait_all_tasks_blocked()
+            readers.cancel_scope.cancel()
+
+    asyncio.run(scenario())
+    assert heard == [1] * 5
     watcher.close()
 
 
