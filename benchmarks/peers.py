@@ -173,7 +173,7 @@ def task_files(workload: Workload, name: str, model: Path, out: Path) -> dict[st
 def system_prompt() -> str | None:
     from leeway.config import load_config
 
-    return load_config("smollm2_135m", ["model.path=unused"]).task.system_prompt
+    return load_config("smollm2_135m", ["model.path=./unused"]).task.system_prompt
 
 
 # ---------------------------------------------------------------------------------------------------- one run

@@ -62,6 +62,7 @@ class RunFolder:
         self.path, self.shown_path = path.absolute(), path
         self.name = name or self.path.name
         self._settings: dict[str, Any] = {}
+        self._of_stage: dict[str, Mapping[str, Any]] = {}
         self._settings_read: tuple[float, int] | None = None
 
     def stage_dirs(self) -> dict[str, Path]:
@@ -113,7 +114,12 @@ class RunFolder:
                 self._settings = read_tree(file)
             except ConfigError:
                 self._settings = {}
-            self._settings_read = seen
+            self._of_stage, self._settings_read = {}, seen
+        if stage not in self._of_stage:
+            self._of_stage[stage] = self._settings_of(stage)
+        return self._of_stage[stage]
+
+    def _settings_of(self, stage: str) -> dict[str, Any]:
         own = {key: value for key, value in settings_in(self._settings) if not key.startswith("stages.")}
         stages = self._settings.get("stages")
         if isinstance(stages, dict) and isinstance(stages.get(stage), dict):

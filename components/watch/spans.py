@@ -6,11 +6,12 @@ The format: `spans.py` of the package.
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from .lines import as_object
 
@@ -118,14 +119,15 @@ class SpanIndex:
             return
 
     def _note(self, part: _Part, chunk: bytes) -> None:
-        for line in chunk.split(b"\n")[:-1]:
-            span = span_of(line)
-            if span is not None:
-                part.first, part.last = min(part.first, span["start"]), max(part.last, span["end"])
+        lines = chunk.split(b"\n")[:-1]
+        for line, found in zip(lines, _parsed(lines), strict=True):
+            if _is_span(found):
+                start, end = found["start"], max(found["start"], found["end"])
+                part.first, part.last = min(part.first, start), max(part.last, end)
                 if part.num_lines % EVERY == 0:
                     part.marks.append((part.last, part.offset))
-                if span["end"] - span["start"] > 10 and len(part.long) < MAX_LONG:
-                    part.long.append(span)
+                if end - start > 10 and len(part.long) < MAX_LONG:
+                    part.long.append(_span(found))
                 part.num_lines += 1
             part.offset += len(line) + 1
         self.revision += 1
@@ -157,8 +159,23 @@ class SpanIndex:
 def span_of(line: bytes) -> dict[str, Any] | None:
     """A line as a span: id, name, start, end (s), attrs; None for anything else. Anything may stand in the file."""
     found = as_object(line) if line else None
-    if found is None or not all(_is_time(found.get(key)) for key in ("start", "end")):
-        return None
+    return _span(found) if _is_span(found) else None
+
+
+def _parsed(lines: list[bytes]) -> list[Any]:
+    """All at once, which takes a third of the time, if each of them is one value of JSON."""
+    try:
+        found = json.loads(b"[%s]" % b",".join(lines))
+    except (ValueError, RecursionError):
+        found = []
+    return found if len(found) == len(lines) else [as_object(line) for line in lines]
+
+
+def _is_span(found: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(found, dict) and _is_time(found.get("start")) and _is_time(found.get("end"))
+
+
+def _span(found: dict[str, Any]) -> dict[str, Any]:
     attrs = found.get("attrs")
     return {
         "id": str(found.get("id", ""))[:80],

@@ -37,6 +37,10 @@ def row(system: str, step_s: float, **more: Any) -> dict[str, Any]:
     } | more
 
 
+def test_the_real_models_prompts_are_those_of_its_config(peers: Any) -> None:
+    assert peers.system_prompt() == "Answer with the number only."
+
+
 def test_an_accuracy_is_reached_between_two_evaluations(peers: Any) -> None:
     points = [(10, 0.5), (20, 0.6), (30, 0.8)]
     assert peers.crossing(points, 0.7) == pytest.approx(25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,14 @@ def test_even_waits_name_nobody(folder: Path) -> None:
         append_lines(folder / "replay.jsonl", spans("replay", 10, first=10 * i, name="wait", **held_up))
         append_lines(folder / f"generator-{i}.jsonl", spans(f"generator-{i}", 20, name="generate"))
     assert with_chain(WAIT, indexed(folder.parent), 20.0) is WAIT
+
+
+def test_lines_that_are_no_json_cost_no_other_line(folder: Path) -> None:
+    """Lines are parsed together; these two are one value together and none alone."""
+    rows = [json.dumps(row) for row in spans("driver", 500)]
+    odd = ['{"start": 5', '"end": 6}', "", "[1", "nan", "1, 2", '{"start": 1, "end": [', "\\ud800"]
+    lines = [line for row, more in zip(rows, [*odd, *[""] * 500], strict=False) for line in (row, more)]
+    (folder / "driver.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    index = indexed(folder.parent)
+    assert [s["start"] for s in index.spans("driver", AT, AT + 600)] == [AT + i for i in range(500)]
+    assert index.extent() == (AT, AT + 499.5)
