@@ -18,6 +18,7 @@
 | trl | TRL's GRPOTrainer, transformers generates, all threads in turn |
 | torchrl | torchrl's TransformersWrapper and GRPOLoss in a loop, all threads in turn |
 | lockstep | ours, lag 0, vLLM; engine and trainer take turns with all cores |
+| lockstep_hf | the same, the engine on transformers |
 | bound1, bound2, bound4 | ours, vLLM, a lag of up to 1, 2, 4; each side has half of the cores |
 | hf | ours, the engine on transformers, a lag of up to 2 |
 
@@ -48,7 +49,7 @@ from quickstart_runs import HERE, warmed_up
 
 MARK = "LEEWAY_PEERS_RUN"
 PEERS = ("trl", "torchrl")
-SYSTEMS = (*PEERS, "lockstep", "bound1", "bound2", "bound4", "hf")
+SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf")
 DEADLINE_S = 900
 
 
@@ -229,7 +230,7 @@ def overrides(
     every: int,
     threads: int,
 ) -> list[str]:
-    bound = {"lockstep": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2}[system]
+    bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2}[system]
     length = workload.turns * workload.max_tokens + (workload.turns - 1) * 8
     given = [
         *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
@@ -253,10 +254,10 @@ def overrides(
         given += [f"env.reward={workload.reward}"]
     if workload.max_tokens > 8:
         given += ["staleness.in_flight=recompute"]
-    if system == "lockstep":
+    if bound == 0:
         given += ["param_server.publish_every=1", "cluster.placement=turns"]
         given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
-    if system == "hf":
+    if system.endswith("hf"):
         given += ["rollout.engine.name=hf"]
     return given
 

@@ -243,14 +243,14 @@ class CollectorActor(Watched):
         tasks: list[Task],
         temperature: float,
         group_size: int,
-        max_response_tokens: int | None = None,
+        call_limit: int | None = None,
         all_may_fail: bool = False,
     ) -> list[Trajectory]:
         return await self._run.collector.rollouts(
             tasks,
             temperature=temperature,
             group_size=group_size,
-            max_response_tokens=max_response_tokens,
+            call_limit=call_limit,
             all_may_fail=all_may_fail,
         )
 

@@ -265,12 +265,12 @@ class Collector(BaseCollector):
         *,
         temperature: float,
         group_size: int,
-        max_response_tokens: int | None = None,
+        call_limit: int | None = None,
         all_may_fail: bool = False,
     ) -> list[Trajectory]:
         """Run tasks outside of admission, for measuring speed and for trying one. Those that fail are left out.
 
-        `max_response_tokens`: of each call of the model (None: `rollout.max_response_tokens`). Raises RuntimeError with
+        `call_limit`: tokens of a call of the model, also where the environment asks for more. Raises RuntimeError with
         the last one's reason where all of them fail and not `all_may_fail`.
         """
 
@@ -279,7 +279,7 @@ class Collector(BaseCollector):
                 task,
                 clock=clock,
                 sampling=replace(self._samplings.default, group_size=group_size, temperature=temperature),
-                max_response_tokens=max_response_tokens,
+                call_limit=call_limit,
             )
             return trajectories
 
@@ -442,7 +442,7 @@ class Collector(BaseCollector):
         clock: RolloutClock,
         sampling: Sampling,
         admission: Admission | None = None,
-        max_response_tokens: int | None = None,
+        call_limit: int | None = None,
         policy_of: PolicyOf | None = None,
     ) -> tuple[list[Trajectory], Samples]:
         """The trajectories of one task, also as tensors, tried again `retries` times; then raises `RolloutFailed`.
@@ -463,7 +463,7 @@ class Collector(BaseCollector):
                 self._policy,
                 sampling,
                 seed=seed,
-                max_response_tokens=max_response_tokens,
+                call_limit=call_limit,
                 clock=clock,
             )
             own_policy = train_policy if policy_of is None else functools.partial(policy_of, attempt)
@@ -515,6 +515,7 @@ class Collector(BaseCollector):
         seed: int | None,
         clock: RolloutClock,
         max_response_tokens: int | None = None,
+        call_limit: int | None = None,
         version: int | None = None,
     ) -> EnginePolicy:
         r = self._rollout
@@ -525,6 +526,7 @@ class Collector(BaseCollector):
             temperature=sampling.temperature,
             max_prompt_tokens=r.max_prompt_tokens,
             max_response_tokens=max_response_tokens or r.max_response_tokens,
+            call_limit=call_limit,
             max_model_len=r.max_model_len,
             seed=seed,
             top_p=sampling.top_p,

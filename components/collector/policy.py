@@ -46,6 +46,7 @@ class EnginePolicy:
         max_prompt_tokens: int,
         max_response_tokens: int,
         max_model_len: int,
+        call_limit: int | None = None,
         seed: int | None,
         top_p: float = 1.0,
         top_k: int = 0,
@@ -63,6 +64,7 @@ class EnginePolicy:
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
         self.max_model_len = max_model_len
+        self._call_limit = max_model_len if call_limit is None else call_limit
         self._seed = seed
         self._version = version
         self._vocab_size = vocab_size
@@ -119,7 +121,7 @@ class EnginePolicy:
         check_ids(tokens, self._vocab_size)  # one that the model does not have would end the engine
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
-        most = min(self._max_response_tokens if max_tokens is None else max_tokens, room)
+        most = min(self._max_response_tokens if max_tokens is None else max_tokens, room, self._call_limit)
         least: dict[str, Any] = {"min_tokens": min(self._min_tokens, most)} if self._min_tokens else {}
         with self._generating(), self._clock, self._asking():
             sampled = await self._engine.generate(

@@ -100,14 +100,16 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
         room = config.rollout.engine_options.places
         count = min(count, config.rollout.num_generators * -(-room // _group_size(config)))
     chosen = [tasks[i % len(tasks)] for i in range(count)]
-    whole_s, trajectories = await _shortest(config, parts, chosen, max_response_tokens=PROBE_TOKENS)
+    whole_s, trajectories = await _shortest(config, parts, chosen, call_limit=PROBE_TOKENS)
     if not trajectories:
         raise _all_failed()
     tokens = sum(len(t.response_tokens) for t in trajectories)
     if not is_cut(config):
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
-    first_s, firsts = await _shortest(config, parts, chosen, max_response_tokens=1)
-    further = max(1, tokens - sum(len(t.response_tokens) for t in firsts))
+    first_s, firsts = await _shortest(config, parts, chosen, call_limit=1)
+    further = tokens - sum(len(t.response_tokens) for t in firsts)
+    if further < len(trajectories):  # an environment's own words, or a first token that ends most answers
+        return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
     return first_s / max(1, len(firsts)), max(0.0, whole_s - first_s) / further, trajectories
 
 
@@ -116,17 +118,21 @@ async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[f
     begun, first_token_s, per_token = time.monotonic(), float("inf"), []
     for i in range(_MAX_REPEATS):
         task = [tasks[i % len(tasks)]]
-        first_s, firsts = await _timed_rollouts(config, parts, task, max_response_tokens=1)
-        whole_s, group = await _timed_rollouts(config, parts, task, max_response_tokens=PROBE_TOKENS)
+        first_s, firsts = await _timed_rollouts(config, parts, task, call_limit=1)
+        whole_s, group = await _timed_rollouts(config, parts, task, call_limit=PROBE_TOKENS)
         if firsts and group:  # a failed task is no measurement
             first_token_s = min(first_token_s, first_s)
-            if further := max(len(t.response_tokens) for t in group) - 1:
+            if (further := _longest(group) - _longest(firsts)) > 0:
                 per_token.append((whole_s, further))
         if time.monotonic() - begun > BUDGET_S and first_token_s < float("inf"):
             break
     if first_token_s == float("inf"):
         raise _all_failed()
     return first_token_s, min((max(0.0, s - first_token_s) / further for s, further in per_token), default=0.0)
+
+
+def _longest(trajectories: Sequence[Trajectory]) -> int:
+    return max(len(t.response_tokens) for t in trajectories)
 
 
 def _all_failed() -> PartFailed:
@@ -149,12 +155,12 @@ def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajec
 
 
 async def _shortest(
-    config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int
+    config: Config, parts: Parts, tasks: Sequence[Task], *, call_limit: int
 ) -> tuple[float, list[Trajectory]]:
     """The shortest time of several, and the last trajectories."""
     begun, seconds, trajectories = time.monotonic(), float("inf"), []
     for _ in range(_REPEATS):
-        took_s, trajectories = await _timed_rollouts(config, parts, tasks, max_response_tokens=max_response_tokens)
+        took_s, trajectories = await _timed_rollouts(config, parts, tasks, call_limit=call_limit)
         seconds = min(seconds, took_s)
         if time.monotonic() - begun > BUDGET_S:
             break
@@ -162,16 +168,17 @@ async def _shortest(
 
 
 async def _timed_rollouts(
-    config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int
+    config: Config, parts: Parts, tasks: Sequence[Task], *, call_limit: int
 ) -> tuple[float, list[Trajectory]]:
     """Seconds in which the busiest engine had a request: time in environments does not count."""
-    limit = min(max_response_tokens, config.rollout.max_response_tokens)
     temperature, group_size = config.rollout.temperature, _group_size(config)
     while True:
         left = parts.restarts.left
         begun = await _generating_s(config, parts)
         calls = [
-            g.call(lambda actor, share=share: actor.rollouts.remote(list(share), temperature, group_size, limit, True))
+            g.call(
+                lambda actor, share=share: actor.rollouts.remote(list(share), temperature, group_size, call_limit, True)
+            )
             for i, g in enumerate(parts.generators)
             if (share := tasks[i :: len(parts.generators)])
         ]

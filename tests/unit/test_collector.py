@@ -793,6 +793,20 @@ def test_samples_of_an_evaluation_are_a_function_of_seed_and_task_with_settings_
     play(scenario)
 
 
+def test_a_probe_cuts_each_call_although_the_environment_asks_for_more():
+    class Long(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            prompt = policy.encode(task.prompt)
+            turns = [await policy.generate(prompt, max_tokens=most) for most in (3, None, 1)]
+            return [Trajectory.from_completion(prompt, c, reward=1.0) for c in turns[-1]]
+
+    async def scenario(rig, collecting):
+        await rig.collector.rollouts([Task(task_id="t", prompt="x")], temperature=1.0, group_size=1, call_limit=2)
+        assert [r["max_tokens"] for r in rig.engine.requests] == [2, 2, 1]
+
+    play(scenario, Long())
+
+
 def test_a_task_that_fails_in_an_evaluation_leaves_its_reason():
     class Picky(Answer):
         async def rollout(self, task: Task, policy: Any) -> Any:

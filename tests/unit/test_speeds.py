@@ -41,6 +41,7 @@ class FakeCollector:
     """An engine whose answers are all `length` long: so many seconds per prompt, and per token of all sequences."""
 
     fails: str | None = None
+    said_between = 0
 
     def __init__(self, length: int, clock: SimpleNamespace) -> None:
         self.length, self.clock, self.generated_s = length, clock, 0.0
@@ -59,7 +60,7 @@ class FakeCollector:
         seconds = len(tasks) * size * (PREFILL_S + (tokens - 1) * TOKEN_S)
         self.generated_s += seconds
         self.clock.now += 100.0  # the environment thinks
-        return [trajectory(tokens) for _ in tasks for _ in range(size)]
+        return [trajectory(tokens + self.said_between) for _ in tasks for _ in range(size)]
 
     async def _generating_s(self) -> float:
         return self.generated_s
@@ -128,6 +129,22 @@ def test_short_answers_are_whole_and_as_many_as_the_run_has_under_way(monkeypatc
     mean = (PREFILL_S + 4 * TOKEN_S) / 5
     assert speeds.generate_s_per_sequence == speeds.generate_s_per_token == pytest.approx(mean)
     assert given["groups"] == config.train.groups_per_step, "a whole batch fits one pass"
+
+
+def test_what_an_environment_says_is_not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCollector, "said_between", 30)
+    speeds, _, _ = measured(monkeypatch, settings(answers=4096), length=4096)
+    assert speeds.generate_s_per_token == pytest.approx(TOKEN_S)
+    assert speeds.serial_s_per_token == pytest.approx(8 * TOKEN_S)
+
+
+def test_answers_that_all_end_with_their_first_token_have_no_speed_of_further_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A difference of nothing would be divided by a difference of nothing: thousands of seconds for a step."""
+    speeds, _, _ = measured(monkeypatch, settings(answers=4096), length=1)
+    assert speeds.generate_s_per_token == speeds.generate_s_per_sequence == pytest.approx(PREFILL_S)
+    assert speeds.serial_s_per_token == 0.0
 
 
 def test_a_model_that_answers_with_nothing_but_failures_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
