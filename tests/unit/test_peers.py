@@ -60,7 +60,7 @@ def test_the_table_has_medians_over_rounds_and_says_who_is_faster(peers: Any) ->
     assert "not 0.70 in 10 steps (0.60)" in peers.table([*rows, never])
 
 
-@pytest.mark.parametrize("system", ["lockstep", "bound1", "bound2", "bound4", "hf"])
+@pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf"])
 @pytest.mark.parametrize("name", ["short", "long", "turns", "smollm2"])
 def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:
     workload = peers.WORKLOADS[name]
@@ -76,5 +76,5 @@ def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system
     assert config.train.steps == 12
     assert config.train.groups_per_step == workload.groups
     assert config.optimizer.lr == workload.lr
-    assert config.staleness.max_policy_lag == {"lockstep": 0, "bound1": 1, "bound4": 4}.get(system, 2)
-    assert (config.cluster.placement == "turns") == (system == "lockstep")
+    assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4}.get(system, 2)
+    assert (config.cluster.placement == "turns") == system.startswith("lockstep")
