@@ -234,6 +234,23 @@ def test_a_dead_run_opens_on_its_cause(page: Any, serve: Any) -> None:
     assert page.locator("#death img, #death script, #death b").count() == 0
 
 
+def test_a_late_answer_does_not_replace_that_to_a_later_question(page: Any, serve: Any) -> None:
+    opened(page, serve("first"), "Rollouts")
+    first = page.locator("#rollouts tbody tr").first
+    expect(first).to_be_visible()
+    late: list[Any] = []
+    page.route("**/api/rollouts?*sort=oldest*", lambda route: late.append(route))
+    with page.expect_request("**/api/rollouts?*sort=oldest*"):
+        page.get_by_label("Order").select_option("oldest")
+    with page.expect_response("**/api/rollouts?*sort=newest*"):
+        page.get_by_label("Order").select_option("newest")
+    shown = first.inner_text()
+    with page.expect_event("requestfinished", lambda request: "sort=oldest" in request.url):
+        late[0].continue_()
+    page.evaluate("new Promise(done => setTimeout(done, 100))")  # in which it would be drawn
+    assert first.inner_text() == shown
+
+
 def test_hostile_text_is_text(page: Any, serve: Any) -> None:
     opened(page, serve("hostile"), "Rollouts")
     rows = page.locator("#rollouts tbody tr")

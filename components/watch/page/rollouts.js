@@ -11,6 +11,7 @@ export class Rollouts {
   constructor(root) {
     this.root = root;
     this.offset = 0;
+    this.asked = 0;
     this.open = [];
     this.coloring = "version";
     this.ids = false;
@@ -56,16 +57,18 @@ export class Rollouts {
 
   async load() {
     this.loaded = true;
+    const asked = this.asked += 1; // an answer that comes after that to a later question is not shown
     const given = Object.fromEntries(new FormData(this.form));
     try {
       const found = await ask("rollouts", { ...this.at(), ...given, limit: PAGE, offset: this.offset });
+      if (asked !== this.asked) return;
       this.total = found.total;
       this.seen = this.selection[0].stage.progress.num_rollouts;
       this.choices(this.reason, found.choices.reasons);
       this.choices(this.sign, found.choices.signs);
       this.drawList(found);
     } catch (error) {
-      fill(this.list, el("p", { class: "quiet", role: "alert" }, error.message));
+      if (asked === this.asked) fill(this.list, el("p", { class: "quiet", role: "alert" }, error.message));
     }
   }
 
