@@ -32,12 +32,15 @@ with footprint.applied():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fork_servers_imported")
-@pytest.mark.parametrize("another", [{}, {"OMP_NUM_THREADS": "2"}], ids=["as all others", "of another environment"])
+@pytest.mark.parametrize(
+    ("another", "is_forked"),
+    [({}, True), ({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_X": "1"}, True), ({"OMP_NUM_THREADS": "2"}, False)],
+    ids=["as all others", "after a test that loaded vLLM", "of another environment"],
+)
 def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environment_of_the_run(
-    tmp_path: Path, another: dict[str, str]
+    tmp_path: Path, another: dict[str, str], is_forked: bool
 ) -> None:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env = {**own, "LEEWAY_TEST_MARK": "m", "PYTHONPATH": str(fork_servers.SOURCE), **another}
+    env = {**fork_servers.environment(), "LEEWAY_TEST_MARK": "m", "PYTHONPATH": str(fork_servers.SOURCE), **another}
     code = f"{fork_servers.USE}\n{DRIVER}"
     driver = Forked(code, env=env, cwd=tmp_path, more=fork_servers.descriptors())
     assert driver.stdout is not None
@@ -52,8 +55,7 @@ def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environ
         time.sleep(0.01)
     assert Path(server.cwd()) == tmp_path
     assert os.getpgid(server.pid) == server.pid
-    is_forked = "forked" in " ".join(server.cmdline())
-    assert is_forked is not bool(another)
+    assert ("forked" in " ".join(server.cmdline())) is is_forked
     driver.stdin.write(b"\n")
     driver.stdin.close()
     assert driver.stdout.read() == b"closed\n"
