@@ -14,8 +14,8 @@ more than watching could cost, of what it could cost by: how long the run's thre
 core (Linux counts it: /proc/PID/schedstat), and their processor time.
 
 `cores`: the steps of a run that has ended are written again, at its pace, and watched as above, while a process on each
-core multiplies matrices all the time. It shows what pages take from work that leaves no core idle, of which a run
-leaves some: no run loses more.
+core multiplies matrices all the time. It shows what pages take from work that leaves no core idle. A run leaves some
+idle, and should lose less.
 
 A page is an event stream that is read as a browser reads it, with all questions that the page asks for each change of
 the run; five browsers would take more of this machine's processor for drawing than the run has, and on a person's own
@@ -134,7 +134,8 @@ def measured(folder: Path, overrides: list[str], *, steps: int) -> Cost:
             last = step, cpu_seconds(of_run(folder.name))
     if run.returncode or first is None or last is None:
         raise SystemExit(f"{folder}: the run ended with {run.returncode}, before it could be measured")
-    took = [row["step/total_s"] for row in rows_of(folder) if first[0] < row["step"] <= last[0]]
+    steps_of = range(first[0] + 1, last[0] + 1)
+    took = [row["step/total_s"] for row in rows_of(folder) if "step/total_s" in row and row["step"] in steps_of]
     return Cost(statistics.median(took), (last[1] - first[1]) / (last[0] - first[0]))
 
 
@@ -217,6 +218,8 @@ def beside_work(recorded: Path, folder: Path, *, pages: int) -> None:
         for worker in workers:  # beside them the server would take long to end
             worker.terminate()
     pairs = [dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)]
+    if len(pairs) < 2:
+        raise SystemExit(f"{recorded}: the run is over before two pairs of blocks are; give it more --steps")
     less = [1 - pair[True] / pair[False] for pair in pairs]
     error = statistics.stdev(less) / len(less) ** 0.5
     print(f"{len(pairs)} pairs of {BLOCK_S:.0f} s, watched by {pages} pages or not, {len(counts)} cores at work")

@@ -127,10 +127,10 @@ def test_even_waits_name_nobody(folder: Path) -> None:
 
 
 def test_lines_that_are_no_json_cost_no_other_line(folder: Path) -> None:
-    """Lines are parsed together; these two are one value together and none alone."""
+    """Lines are parsed together; the first two of the odd ones are one value together, and none alone."""
     rows = [json.dumps(row) for row in spans("driver", 500)]
     odd = ['{"start": 5', '"end": 6}', "", "[1", "nan", "1, 2", '{"start": 1, "end": [', "\\ud800"]
-    lines = [line for row, more in zip(rows, [*odd, *[""] * 500], strict=False) for line in (row, more)]
+    lines = [*rows[:250], *odd, *rows[250:]]
     (folder / "driver.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     index = indexed(folder.parent)
     assert [s["start"] for s in index.spans("driver", AT, AT + 600)] == [AT + i for i in range(500)]
