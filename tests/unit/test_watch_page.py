@@ -281,6 +281,27 @@ def test_a_live_page_shows_what_comes(page: Any, serve: Any, runs: Path) -> None
     expect(page.get_by_role("img", name="Reward: now training reward 0.41")).to_be_visible()
 
 
+def test_words_that_come_late_are_shown_and_stay_open(page: Any, serve: Any, runs: Path) -> None:
+    """Curves that wait to be drawn anew when the words come are drawn with them, and what is read stays open."""
+    late: list[Any] = []
+    page.route("**/api/words?*", lambda route: late.append(route))
+    opened(page, serve("second"))
+    metrics = runs / "second/stages/async_rl/metrics.jsonl"
+    reward = page.locator("article", has=page.get_by_role("heading", name="Reward"))
+    expect(reward).to_be_visible()
+    append_lines(metrics, rows_of(42))
+    expect(page.locator("#state")).to_contain_text("step 42 of 40")  # the next drawing is three seconds after the first
+    late[0].continue_()
+    words = reward.get_by_text("How to read it")
+    words.click()
+    shown = reward.locator(".words dd").first
+    expect(shown).to_be_visible()
+    append_lines(metrics, rows_of(43))
+    expect(page.get_by_role("img", name="Reward: now training reward 0.43")).to_be_visible()
+    expect(shown).to_be_visible()
+    expect(reward.locator("summary")).to_be_focused()
+
+
 def test_everybody_can_use_it(page: Any, serve: Any) -> None:
     """Names, roles, contrast: axe-core, WCAG 2 A and AA, on every view; in the other colours, what colours decide."""
     everything = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}

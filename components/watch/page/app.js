@@ -8,7 +8,7 @@ import { Rollouts } from "./rollouts.js";
 
 const LAST = [["train/reward/mean", "reward", ""], ["train/loss/sft", "loss", ""], ["train/entropy/mean", "entropy", ""], ["train/policy_lag/mean", "lag", ""], ["step/total_s", "step", " s"]];
 const VIEWS = ["overview", "timeline", "rollouts"];
-const state = { runs: [], shown: new Set([0]), stage: null, words: {} };
+const state = { runs: [], shown: new Set([0]), stage: null };
 
 const charts = new Charts(byId("overview"));
 const timeline = new Timeline(byId("timeline"));
@@ -155,7 +155,7 @@ function draw(force) {
     if (view === name) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  viewOf[name].show(selection(), state.words, Boolean(force));
+  viewOf[name].show(selection(), Boolean(force));
 }
 
 function setTheme(theme) {
@@ -178,7 +178,7 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) draw
 
 const preferred = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 setTheme(localStorage.getItem("leeway-theme") || preferred);
-ask("words").then((words) => { state.words = words; draw(true); });
+ask("words").then((words) => { charts.words = words; draw(true); });
 listen((runs) => {
   const isFirst = !state.runs.length;
   state.runs = runs;

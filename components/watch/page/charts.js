@@ -40,6 +40,7 @@ export class Charts {
     this.key = "";
     this.asked = 0;
     this.data = new Map();
+    this.words = {}; // what each metric means, once the server has said it
     new ResizeObserver(() => this.resize()).observe(root);
   }
 
@@ -47,16 +48,15 @@ export class Charts {
     if (this.cards.length) this.drawAll();
   }
 
-  async show(selection, words, force) {
-    this.words = words;
+  async show(selection, force) {
     this.selection = selection;
     this.drawAdvisories();
     const revisions = JSON.stringify(selection.map((one) => [one.run.run, one.stage.name, one.stage.revision]));
     const now = Date.now();
     if (!force && (revisions === this.revisions || document.hidden)) return;
+    clearTimeout(this.later);
     if (!force && now - this.asked < EVERY_MS) { // soon: another line may never come
-      clearTimeout(this.later);
-      this.later = setTimeout(() => this.show(this.selection, words, false), EVERY_MS - (now - this.asked) + 10);
+      this.later = setTimeout(() => this.show(this.selection, false), EVERY_MS - (now - this.asked) + 10);
       return;
     }
     this.revisions = revisions;
@@ -99,8 +99,10 @@ export class Charts {
   }
 
   drawAll() {
+    const before = new Map(this.cards.map((card) => [card.title, card]));
     for (const card of this.cards) card.plot?.destroy();
     this.cards = [];
+    const focused = document.activeElement; // which leaves the page with the old cards
     const sections = [];
     for (const section of SECTIONS) {
       const cards = section.charts.map((chart) => this.card(chart)).filter(Boolean);
@@ -109,7 +111,10 @@ export class Charts {
       this.cards.push(...cards);
     }
     fill(this.root, this.advisories, sections.length ? sections : el("p", { class: "quiet" }, "No metrics were written yet."));
-    for (const card of this.cards) card.draw();
+    for (const card of this.cards) {
+      card.draw();
+      keepReading(before.get(card.title), card, focused);
+    }
   }
 
   resize() {
@@ -123,7 +128,7 @@ export class Charts {
     const box = el("div", { class: "plot", role: "img", "aria-label": describe(chart, lines) });
     const node = el("article", { class: chart.wide ? "card wide" : "card" },
       el("h3", {}, chart.title, chart.unit ? el("span", { class: "unit" }, ` ${chart.unit}`) : null), box, legend(lines, lags), this.words_of(chart, lines));
-    const card = { node, box, plot: null, draw: () => {} };
+    const card = { title: chart.title, node, box, plot: null, draw: () => {} };
     card.draw = () => {
       if (chart.histogram) drawHistogram(box, lags, boundOf(chart, this.selection));
       else card.plot = plot(box, chart, lines, boundOf(chart, this.selection));
@@ -166,6 +171,14 @@ export class Charts {
       el("dt", {}, el("code", {}, name)),
       el("dd", {}, sentence(w.meaning), w.look ? el("span", { class: "look" }, ` Look closer: ${plain(w.look)}`) : null)])));
   }
+}
+
+// Words that were open stay open when the curves are drawn anew, and keep the focus.
+function keepReading(before, card, focused) {
+  const words = card.node.querySelector(".words"), old = before?.node.querySelector(".words");
+  if (!words || !old) return;
+  words.open = old.open;
+  if (old.contains(focused)) words.querySelector("summary").focus({ preventScroll: true });
 }
 
 function plain(text) {

@@ -39,7 +39,7 @@ export class Rollouts {
       el("button", { type: "submit" }, "Filter"), el("button", { type: "reset", class: "plain" }, "Clear"));
   }
 
-  async show(selection, words, force) {
+  async show(selection, force) {
     this.selection = selection;
     const one = selection[0];
     if (!one) return;

@@ -30,7 +30,7 @@ export class Timeline {
     if (this.found) this.draw();
   }
 
-  async show(selection, words, force) {
+  async show(selection, force) {
     const one = selection[0];
     if (!one) return;
     const key = `${one.run.run}/${one.stage.name}`;
@@ -49,7 +49,7 @@ export class Timeline {
     const wait = 2000 - (Date.now() - this.asked);
     if (!force && this.found && wait > 0) { // soon: another span may never come
       clearTimeout(this.later);
-      this.later = setTimeout(() => this.show(selection, words, false), wait + 10);
+      this.later = setTimeout(() => this.show(selection, false), wait + 10);
       return;
     }
     this.revision = one.stage.revision;
@@ -59,7 +59,9 @@ export class Timeline {
   async load() {
     this.asked = Date.now();
     const { run, stage } = this.one;
+    const question = this.question = {}; // an answer that comes after that to a later question is not shown
     const found = await ask("lanes", { run: run.run, stage: stage.name, seconds: this.seconds, to: this.to });
+    if (question !== this.question) return;
     found.lanes.sort((a, b) => order(a.part) - order(b.part) || a.part.localeCompare(b.part, "en", { numeric: true }));
     this.found = found;
     this.seconds = found.stop - found.start;
