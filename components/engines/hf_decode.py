@@ -7,35 +7,38 @@ attention keeps each row's keys and values:
                         | k0 k1 .  .  .  .  |              2     one pass of `step` adds a column to every row
                         | k0 k1 k2 k3 k4 .  |              5
 
-Every row begins in column 0, widths are multiples of `BLOCK`, and a pass has at least `LEAST_ROWS` rows. In float32 on
-a CPU a row's numbers are then the same to the last bit, whatever else is in the pass: matrix products of a few rows and
-of many round alike, and so do sums that end with zeros.
+Every row begins in column 0, widths are multiples of `BLOCK`, and each thread (`hf_threads`) has at least `LEAST_ROWS`
+rows. In float32 on a CPU a row's numbers are then the same to the last bit, whatever else is in the pass: on one
+thread, matrix products of a few rows and of many round alike, and so do sums that end with zeros.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
-from ..trainer.scoring import ScoringModel, head_input, is_packed, output_head, pass_arguments
+from ..trainer.scoring import ScoringModel, is_packed, pass_arguments
+from .hf_threads import HeadInputs, PassThreads
 
 if TYPE_CHECKING:
     from .hf_lora import Adapters
 
+T = TypeVar("T")
 Versions = Sequence[int | None]
 """Of each row, the adapter that it is computed under; () where the model has none."""
 BLOCK = 32
 LEAST_ROWS = 8
 PREFILL_TOKENS = 4096
-"""Most tokens, padding included, of one pass over prompts."""
+"""Most tokens, padding included, that prompts are read with at a time, by all threads together."""
 
 
 def load_decoder(
@@ -45,6 +48,7 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     head_dtype: torch.dtype | None = None,
+    threads: PassThreads,
 ) -> Decoder:
     """The model at `path`, proven to give responses token by token the logprobs that it gives them at once.
 
@@ -58,7 +62,7 @@ def load_decoder(
     _prove(model, path, max_length)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    return Decoder(model)
+    return Decoder(model, threads)
 
 
 def _refusal(path: str, why: str) -> str:
@@ -71,6 +75,11 @@ class KeyValues:
     def __init__(self) -> None:
         self.num_rows = self.width = 0
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether a pass has been there, so that another one changes rows alone."""
+        return bool(self._layers)
 
     @property
     def bytes_per_token(self) -> int:
@@ -148,9 +157,10 @@ class _Prompts:
 
 @dataclass
 class _Next:
-    """The attention of a pass over one more token of each row, at `positions` [B]."""
+    """The attention of a pass over one more token of each of B rows from `first` on, at `positions` [B]."""
 
     cache: KeyValues
+    first: int
     positions: torch.Tensor
     width: int
     num_layers: int = 0
@@ -169,10 +179,11 @@ class _Next:
         num_rows = query.shape[0]
         memory = self.cache.layer(self.num_layers, key, value)
         self.num_layers += 1
+        memory = [x[self.first : self.first + num_rows] for x in memory]
         rows = torch.arange(num_rows, device=query.device)
         for x, new in zip(memory, (key, value), strict=True):
             x[rows, :, self.positions] = new[:, :, 0]
-        keys, values = (x[:num_rows, :, : self.width] for x in memory)
+        keys, values = (x[:, :, : self.width] for x in memory)
         distance = self.positions[:, None] - torch.arange(self.width, device=query.device)
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
         return _attention(query, keys, values, hidden[:, None, None], scaling, softcap)
@@ -205,12 +216,18 @@ def _attention(
 class Decoder:
     """A model with a cache. Rows are numbered by the caller, who keeps them together: 0, 1, 2, ..."""
 
-    def __init__(self, model: ScoringModel, adapters: Adapters | None = None) -> None:
+    def __init__(self, model: ScoringModel, threads: PassThreads, adapters: Adapters | None = None) -> None:
         assert is_packed(model.lm)
         self.model = model
+        self.threads = threads
         self.adapters = adapters
         self.device = model.lm.device
         self.cache = KeyValues()
+        self._heads = HeadInputs()
+
+    def beside(self) -> Decoder:
+        """Another one of the same model and threads, with a cache of its own."""
+        return Decoder(self.model, self.threads, self.adapters)
 
     def forget(self) -> int:
         """Give the memory of the cache back; returns its bytes. Every row is to be read again."""
@@ -223,15 +240,16 @@ class Decoder:
         if rows:
             self.cache.reserve(max(rows) + 1, _blocks(max(map(len, sequences))))
             self.cache.clear(rows)
-        for chunk in _chunks([len(s) for s in sequences]):
+        works = []
+        for chunk in _chunks([len(s) for s in sequences], self.threads.number):
             own = [versions[i] for i in chunk] if versions else ()
-            self._read([rows[i] for i in chunk], [sequences[i] for i in chunk], own)
+            works.append(functools.partial(self._read, [rows[i] for i in chunk], [sequences[i] for i in chunk], own))
+        self._run(works)
 
     def _read(self, rows: list[int], sequences: list[Sequence[int]], versions: Versions = ()) -> torch.Tensor:
-        """Hidden states [R, T, D] of one pass over sequences that are padded to T tokens."""
+        """Hidden states [R, T, D] of one pass over sequences that are padded to T tokens, for which there is room."""
         lengths = [len(s) for s in sequences]
         width = _blocks(max(lengths))
-        self.cache.reserve(max(rows) + 1, width)
         tokens = torch.zeros(len(rows), width, dtype=torch.int64)
         for row, sequence in zip(tokens, sequences, strict=True):
             row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
@@ -239,26 +257,59 @@ class Decoder:
         positions = torch.minimum(torch.arange(width), torch.tensor(lengths)[:, None] - 1)
         return self._pass(tokens, positions, _Prompts(self.cache, rows), versions)
 
-    def step(self, tokens: Sequence[int], positions: Sequence[int], versions: Versions = ()) -> torch.Tensor:
-        """Logits [B, V], float32, after one more token at its position in each of the rows 0 to B - 1."""
+    def step(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        versions: Versions = (),
+        *,
+        then: Callable[[torch.Tensor, int], T],
+    ) -> list[T]:
+        """One more token at its position in each of the rows 0 to B - 1. Each thread gives the logits [b, V], float32,
+        of its rows to `then`, with the first row's number; returns what that returns, in the order of the rows.
+        """
+        # So many rows for a thread that all but the last have whole steps of `LEAST_ROWS`.
+        share = -(-len(tokens) // (LEAST_ROWS * self.threads.number)) * LEAST_ROWS
+        self.cache.reserve(-(-len(tokens) // LEAST_ROWS) * LEAST_ROWS, _blocks(max(positions) + 1))
+        works = []
+        for first in range(0, len(tokens), share):
+            own = slice(first, first + share)
+            works.append(functools.partial(self._step, first, tokens[own], positions[own], versions[own], then))
+        return self._run(works)
+
+    def _step(
+        self,
+        first: int,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        versions: Versions,
+        then: Callable[[torch.Tensor, int], T],
+    ) -> T:
         num_rows = len(tokens)
-        padding = [0] * (-(-num_rows // LEAST_ROWS) * LEAST_ROWS - num_rows)
-        width = _blocks(max(positions) + 1)
-        self.cache.reserve(num_rows + len(padding), width)
+        padding = [0] * (-num_rows % LEAST_ROWS)
         at = torch.tensor([*positions, *padding])
-        attention = _Next(self.cache, at.to(self.device), width)
+        attention = _Next(self.cache, first, at.to(self.device), _blocks(max(positions) + 1))
         hidden = self._pass(torch.tensor([*tokens, *padding])[:, None], at[:, None], attention, versions)
-        return self._logits(hidden[:, 0])[:num_rows]
+        return then(self._logits(hidden[:, 0])[:num_rows], first)
+
+    def _run(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        with self._heads.of(self.model.lm):
+            if self.cache.has_layers:
+                return self.threads.run(works)
+            # The first pass makes the memory of the others.
+            return [*self.threads.run(works[:1]), *self.threads.run(works[1:])]
 
     def score(self, sequences: Sequence[Sequence[int]], version: int | None = None) -> list[list[float]]:
         """The logprob of each token but the first, given those before it, at temperature 1. Uses the first rows."""
-        scored: list[list[float]] = []
-        for sequence in sequences:
-            hidden = self._read([0], [sequence], [version])[0, : len(sequence) - 1]
-            targets = torch.tensor(sequence[1:], device=self.device)[:, None]
-            logprobs = torch.log_softmax(self._logits(hidden) * self.model.transform.scale, dim=-1)
-            scored.append(logprobs.gather(-1, targets)[:, 0].tolist())
-        return scored
+        if sequences:
+            self.cache.reserve(len(sequences), _blocks(max(map(len, sequences))))
+        return self._run([functools.partial(self._score, row, s, version) for row, s in enumerate(sequences)])
+
+    def _score(self, row: int, sequence: Sequence[int], version: int | None) -> list[float]:
+        hidden = self._read([row], [sequence], [version])[0, : len(sequence) - 1]
+        targets = torch.tensor(sequence[1:], device=self.device)[:, None]
+        logprobs = torch.log_softmax(self._logits(hidden) * self.model.transform.scale, dim=-1)
+        return logprobs.gather(-1, targets)[:, 0].tolist()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, D] -> [S, V], float32, capped but not yet scaled; see `LogitTransform`."""
@@ -274,9 +325,8 @@ class Decoder:
         adapted = nullcontext()
         if self.adapters is not None:
             adapted = self.adapters.applied(versions, num_rows=num_rows, width=width)
-        with adapted, head_input(output_head(self.model.lm)) as seen:
-            self.model.lm(**given)
-        return seen[0]
+        with adapted:
+            return self._heads.taken(functools.partial(self.model.lm, **given))
 
 
 def _blocks(length: int) -> int:
@@ -284,16 +334,17 @@ def _blocks(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def _chunks(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences that are read in one pass: of similar lengths, and not too many tokens. Empty ones are not
-    read.
+def _chunks(lengths: list[int], num_threads: int) -> list[list[int]]:
+    """Indices of sequences that are read in one pass: of similar lengths, and not too many tokens, so that each thread
+    has some. Empty ones are not read.
     """
     chunks: list[list[int]] = []
+    most = min(PREFILL_TOKENS, sum(_blocks(n) for n in lengths)) // num_threads
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not lengths[i]:
             break
         width = _blocks(lengths[chunks[-1][0]]) if chunks else 0
-        if chunks and width == _blocks(lengths[i]) and width * (len(chunks[-1]) + 1) <= PREFILL_TOKENS:
+        if chunks and width == _blocks(lengths[i]) and width * (len(chunks[-1]) + 1) <= most:
             chunks[-1].append(i)
         else:
             chunks.append([i])
@@ -309,7 +360,7 @@ def _prove(model: ScoringModel, path: str, max_length: int) -> None:
     sequences = [s[:cut] for s in sequences]
     with short_windows(model.lm, max_length):
         expected = [_at_once(model, s) for s in sequences]
-        decoder, scale = Decoder(model), model.transform.scale
+        decoder, scale = Decoder(model, PassThreads(1)), model.transform.scale
         got: list[list[float]] = [[], [], []]
         lengths = [min(4, cut - 1), min(1, cut - 1), 0]
         decoder.prefill([0, 1, 2], [s[:n] for s, n in zip(sequences, lengths, strict=True)])
@@ -317,7 +368,8 @@ def _prove(model: ScoringModel, path: str, max_length: int) -> None:
         widest = 1.0
         while any(n < len(s) - 1 for s, n in zip(sequences, lengths, strict=True)):
             at = [min(n, len(s) - 2) for s, n in zip(sequences, lengths, strict=True)]
-            logits = decoder.step([s[n] for s, n in zip(sequences, at, strict=True)], at) * scale
+            tokens = [s[n] for s, n in zip(sequences, at, strict=True)]
+            [logits] = decoder.step(tokens, at, then=lambda logits, _: logits * scale)
             widest = max(widest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
             logprobs = torch.log_softmax(logits, dim=-1)
             for i, (s, n) in enumerate(zip(sequences, lengths, strict=True)):

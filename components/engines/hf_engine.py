@@ -39,6 +39,7 @@ from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
 from .hf_decode import Decoder, load_decoder
 from .hf_lora import Adapters
+from .hf_threads import PassThreads
 from .hf_weights import ModelTensors, OpenedHere, load, read_back
 from .released import Released
 from .slices import SLICE_S, ends_within
@@ -265,7 +266,8 @@ class HfEngine:
         if self._settings.cores:
             os.sched_setaffinity(0, self._settings.cores)
             torch.set_num_threads(len(self._settings.cores))
-        with torch.inference_mode():
+        number = torch.get_num_threads() if self._settings.device == "cpu" else 1
+        with torch.inference_mode(), PassThreads(number) as self._pass_threads:
             while not self._closing:
                 try:
                     command = self._commands.get(block=self._is_idle())
@@ -291,6 +293,7 @@ class HfEngine:
                 device=torch.device(s.device),
                 dtype=getattr(torch, s.dtype),
                 head_dtype=None if s.head_dtype is None else getattr(torch, s.head_dtype),
+                threads=self._pass_threads,
             )
         decoder.prefill([0], [[0]])
         if s.lora is not None:
@@ -372,16 +375,20 @@ class HfEngine:
             self._decoder.prefill(range(len(self._running)), [s.tokens[:-1] for s in self._running])
             self._cache_is_old = False
         self._admit()
-        running = self._running
+        running, scale = self._running, self._decoder.model.transform.scale
         versions = [s.request.version for s in running]
-        logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running], versions)
-        tokens, logprobs, kept = _sample(logits, running, scale=self._decoder.model.transform.scale)
+        drawn = self._decoder.step(
+            [s.tokens[-1] for s in running],
+            [len(s.tokens) - 1 for s in running],
+            versions,
+            then=lambda logits, first: _sample(logits, running[first : first + len(logits)], scale=scale),
+        )
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
-        for row, (s, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
+        for s, (token, logprob, kept) in zip(running, itertools.chain(*drawn), strict=True):
             version = self._version if s.request.version is None else s.request.version
             s.tokens.append(token)
             if s.request.top_k:
-                s.kept.append(kept[row])
+                s.kept.append(kept)
             s.logprobs.append(logprob)
             s.versions.append(version)
             if token in s.request.stop:
@@ -440,7 +447,7 @@ class HfEngine:
 
     def _score(self, canary: Canary, version: int | None) -> CanaryGap:
         # With a cache of its own: requests continue afterwards.
-        decoder = Decoder(self._decoder.model, self._adapters)
+        decoder = self._decoder.beside()
         scored = decoder.score(canary.prompts.scored, version)
         gaps = [
             abs(a - b)
@@ -452,9 +459,13 @@ class HfEngine:
             return CanaryGap.of(gaps, [])
         versions = [version] * len(contexts)
         decoder.prefill(range(len(contexts)), [c[:-1] for c in contexts], versions)
-        logits = decoder.step([c[-1] for c in contexts], [len(c) - 1 for c in contexts], versions)
-        logprobs = torch.log_softmax(logits * decoder.model.transform.scale, dim=-1)
-        got = [float(row[token]) for row, token in zip(logprobs, canary.next_tokens, strict=True)]
+        rows = decoder.step(
+            [c[-1] for c in contexts],
+            [len(c) - 1 for c in contexts],
+            versions,
+            then=lambda logits, _: torch.log_softmax(logits * decoder.model.transform.scale, dim=-1),
+        )
+        got = [float(row[token]) for row, token in zip(torch.cat(rows), canary.next_tokens, strict=True)]
         return CanaryGap.of(gaps, [abs(a - b) for a, b in zip(got, canary.next_logprobs, strict=True)])
 
     def _close(self) -> None:
@@ -512,10 +523,8 @@ def _completions(request: _Request) -> list[SampledTokens]:
     ]
 
 
-def _sample(
-    logits: torch.Tensor, sequences: list[_Sequence], *, scale: float
-) -> tuple[list[int], list[float], dict[int, list[int]]]:
-    """One token for each row of logits [B, V], its logprob under what it was drawn from, and, of rows with a top_k, the
+def _sample(logits: torch.Tensor, sequences: list[_Sequence], *, scale: float) -> list[tuple[int, float, list[int]]]:
+    """For each row of logits [B, V] one token, its logprob under what it was drawn from, and, of rows with a top_k, the
     ids that were left.
 
     Drawn by inverting the cumulative distribution, in float64, at a number of the sequence's own generator.
@@ -540,7 +549,8 @@ def _sample(
     greedy = torch.tensor([not r.temperature for r in requests], device=logits.device)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
     kept = {row: logprobs[row].isfinite().nonzero()[:, 0].tolist() for row, r in enumerate(requests) if r.top_k}
-    return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist(), kept
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    return [(*drawn, kept.get(row, [])) for row, drawn in enumerate(zip(tokens.tolist(), own, strict=True))]
 
 
 def _among_likeliest(logprobs: torch.Tensor, top_k: list[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ those of the model itself, and a row's numbers do not depend on the versions bes
 
 from __future__ import annotations
 
-import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -25,13 +25,12 @@ from ..weights import Manifest, TensorEntry, checksum_of, digest_of, read_bucket
 from .hf_weights import ModelTensors, buckets_of, confirm
 
 
-@dataclasses.dataclass
-class _Pass:
-    """What the targets need to know of the pass under way: [R] per version, whether a row is of it."""
+class _Pass(threading.local):
+    """What the targets need to know of a thread's pass under way: [R] per version, whether a row is of it."""
 
     num_rows: int = 0
     width: int = 0
-    parts: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = dataclasses.field(default_factory=list)
+    parts: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor]] = ()
 
 
 class _Routed(nn.Linear):
@@ -137,7 +136,7 @@ class Adapters:
         try:
             yield
         finally:
-            routing.parts = []
+            routing.parts = ()
 
     def _published(self, name: str) -> str:
         module, _, which = name.partition(".lora_")

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.collector.engine import EngineLost, EngineSettings, StagedWeights
+from leeway.engines.hf_decode import load_decoder
 from leeway.engines.hf_engine import HfEngine
+from leeway.engines.hf_threads import PassThreads
 from leeway.engines.hf_weights import ModelTensors, load, read_back
 from leeway.failures import Refused
 from leeway.trainer.families import load_model
@@ -65,6 +67,37 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(number: int, tmp_path: Path) -> None:
+    """To the last bit: alone, and among a hundred others of other lengths."""
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_key_value_heads": 4, "head_dim": 48, "vocab_size": 304}
+    folder = save(tmp_path / "model", "qwen2", **sizes)
+    sequences = [[3 + (7 * i + t * t) % 40 for t in range(6 + i % 40)] for i in range(101)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        with PassThreads(number) as threads, torch.inference_mode():
+            cpu = torch.device("cpu")
+            with torch.inference_mode(False):
+                decoder = load_decoder(folder, max_length=64, device=cpu, dtype=torch.float32, threads=threads)
+
+            def logits_of(sequences: list[list[int]]) -> torch.Tensor:
+                own = decoder.beside()
+                own.prefill(range(len(sequences)), [s[:-2] for s in sequences])
+                passes = []
+                for at in (-2, -1):
+                    last = [s[at] for s in sequences], [len(s) + at for s in sequences]
+                    passes.append(torch.cat(own.step(*last, then=lambda logits, _: logits)))
+                return torch.stack(passes, 1)
+
+            together = logits_of(sequences)
+            for i in range(0, len(sequences), 3):
+                assert torch.equal(together[i], logits_of(sequences[i : i + 1])[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
 def test_a_model_with_a_state_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"rollout.engine.name: got hf for the model .* use vllm") as refused:
         HfEngine(settings_of(save(tmp_path / "model", "mamba", state_size=4)))
@@ -89,10 +122,10 @@ def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
     most = 0
     step = engine._decoder.step
 
-    def counted(tokens: Any, *others: Any) -> torch.Tensor:
+    def counted(tokens: Any, *others: Any, **more: Any) -> Any:
         nonlocal most
         most = max(most, len(tokens))
-        return step(tokens, *others)
+        return step(tokens, *others, **more)
 
     engine._decoder.step = counted  # type: ignore[method-assign]
     asked = engine.generate([4, 5], n=10, temperature=1.0, max_tokens=62, stop_token_ids=[2, 3])
@@ -105,7 +138,7 @@ def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
 def test_a_pass_that_fails_ends_every_request_by_its_reason(tmp_path: Path) -> None:
     engine = HfEngine(settings_of(save(tmp_path / "model", "qwen2")))
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory left")
 
     engine._decoder.step = fails  # type: ignore[method-assign]
