@@ -53,6 +53,7 @@ def opened(tmp_path: Path) -> OpenedRun:
     return open_run(make_run(tmp_path / "a"))
 
 
+@pytest.mark.slow
 def test_metrics_are_a_table_with_a_row_for_each_step(opened: OpenedRun) -> None:
     pytest.importorskip("pandas")
     table: Any = opened.metrics
@@ -153,6 +154,7 @@ def test_a_figure_is_written_with_text_as_text_and_the_same_each_time(tmp_path: 
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

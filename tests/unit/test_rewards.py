@@ -258,6 +258,7 @@ def test_resolve():
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_rows_are_generated_once_in_a_process_and_each_caller_has_its_own_list(monkeypatch) -> None:
     from leeway.tasks import reasoning_gym_tasks
 

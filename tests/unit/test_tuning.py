@@ -92,6 +92,7 @@ def tuned(machine: Machine, config: Config, *, most: int = 20) -> tuple[Any, lis
     return found, said
 
 
+@pytest.mark.slow
 def test_what_saves_time_is_kept_and_tried_together_with_what_follows() -> None:
     machine = Machine({"max_policy_lag": 0.7, "max_num_seqs": 0.9, "placement=turns": 1.2})
     found, said = tuned(machine, config_of(*LOCKSTEP))
