@@ -76,7 +76,7 @@ class ValueModel(nn.Module):
     ) -> torch.Tensor:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> values [S] of the states there, float32."""
         given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
-        hidden = self.lm(**given).last_hidden_state.flatten(0, 1)[rows]
+        hidden = self.lm(**given).last_hidden_state.flatten(0, 1).index_select(0, rows)
         # In float32 whatever the body computes in: bfloat16 resolves rewards between 0 and 1 to two digits only.
         values = nn.functional.linear(hidden.float(), self.head.weight.float(), self.head.bias.float())
         return values.sum(-1)  # over one element: FSDP hooks must not sit on a view

@@ -88,7 +88,8 @@ class ScoringModel(nn.Module):
         head = output_head(self.lm)
         with head_input(head) as seen:
             self.lm(**given)
-        hidden = seen[0].flatten(0, 1)[rows]
+        # Not [rows]: what its backward adds for tokens that answers share comes in the order of the threads.
+        hidden = seen[0].flatten(0, 1).index_select(0, rows)
         masks = (kept, barred)
         if not isinstance(temperature, torch.Tensor):
             return self._scored(hidden, targets, self.transform.at(temperature), masks, entropy_gradient)
@@ -98,9 +99,9 @@ class ScoringModel(nn.Module):
             where.append((temperature == one).nonzero().flatten())
             at = self.transform.at(one)
             own = tuple(None if mask is None else mask[where[-1]] for mask in masks)
-            parts.append(self._scored(hidden[where[-1]], targets[where[-1]], at, own, entropy_gradient))
+            parts.append(self._scored(hidden.index_select(0, where[-1]), targets[where[-1]], at, own, entropy_gradient))
         order = torch.cat(where).argsort()
-        logprobs, entropy = (torch.cat(each)[order] for each in zip(*parts, strict=True))
+        logprobs, entropy = (torch.cat(each).index_select(0, order) for each in zip(*parts, strict=True))
         return logprobs, entropy
 
     def _scored(

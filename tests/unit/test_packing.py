@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer import layout as layouts
@@ -215,6 +216,34 @@ def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
                 for k in range(len(tr.response_tokens))
             ]
             assert piece.input_ids[0, i] == before[place]
+
+
+class AddedByAnyThread(TorchDispatchMode):
+    """Sums in which torch has each thread add what it has, whenever it comes: on a CPU, those of `x[index]`'s backward.
+
+    How often two threads meet at one element, and which is first, no test decides.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False), **(kwargs or {}))
+        if given.get("accumulate"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_tokens_that_answers_share_are_added_in_one_order(load):
+    """Else a lockstep run on two cores is another run each time."""
+    shared = torch.zeros(3, requires_grad=True)
+    with AddedByAnyThread() as known:
+        shared[torch.tensor([1, 1])].sum().backward()
+    assert known.found, "torch has another name for it"
+    with AddedByAnyThread() as added:
+        score(load("qwen2", "shared"), batch_of(groups(0)), "shared")
+    assert added.found == []
 
 
 BEGIN = [(7 * i) % VOCAB for i in range(20)]
