@@ -2,7 +2,7 @@
 take time.
 
     python benchmarks/scale.py                               # reckoned: 1 to 1,000 engines; some minutes
-    python benchmarks/scale.py --runs /tmp/scale             # measured: runs with 1, 2 and 4 engines (hf), 5 minutes
+    python benchmarks/scale.py --runs /tmp/scale             # measured: runs with 1, 2 and 4 engines (hf), minutes
 
 What takes time here and not in the planner:
 
@@ -22,7 +22,8 @@ beside that of the planner, for which none of that takes time.
 
 `--runs`: for each number of engines, a run of the quickstart's RL stage is calibrated on itself, as `leeway plan` does,
 and simulated. Printed beside each other: calls per group, bytes of a publication, lags, and the share of a step in
-which the trainer waits. Two cores are too few for four engines to be faster than one, so seconds are not compared.
+which the trainer waits. An engine needs a core: with fewer than four there is no run with four. Engines and trainer
+share what cores there are, so seconds are not compared.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -276,7 +278,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--runs", type=Path, help="folder for real runs")
     options = parser.parse_args()
-    options.engines = options.engines or ((1, 2, 4) if options.runs else ENGINES)
+    cores = len(os.sched_getaffinity(0))
+    if options.runs and max(options.engines or [1]) > cores:
+        raise SystemExit(
+            f"--engines: got {max(options.engines)} with --runs, expected at most {cores}, a core for each"
+        )
+    measured_ones = tuple(number for number in (1, 2, 4) if number <= cores)
+    options.engines = options.engines or (measured_ones if options.runs else ENGINES)
     (measured if options.runs else reckoned)(options)
 
 
