@@ -251,6 +251,23 @@ def test_a_late_answer_does_not_replace_that_to_a_later_question(page: Any, serv
     assert first.inner_text() == shown
 
 
+def test_lanes_that_come_late_do_not_replace_those_of_a_later_question(page: Any, serve: Any) -> None:
+    opened(page, serve("first"), "Timeline")
+    when = page.locator("#timeline .tools .quiet")
+    expect(when).not_to_be_empty()
+    shown = when.inner_text()
+    late: list[Any] = []
+    page.route("**/api/lanes?*", lambda route: late.append(route), times=1)
+    with page.expect_request("**/api/lanes?*"):
+        page.get_by_role("button", name="Zoom in").click()
+    with page.expect_response("**/api/lanes?*"):
+        page.get_by_role("button", name="Zoom out").click()
+    with page.expect_event("requestfinished"):
+        late[0].continue_()
+    page.evaluate("new Promise(done => setTimeout(done, 100))")  # in which it would be drawn
+    assert when.inner_text() == shown
+
+
 def test_hostile_text_is_text(page: Any, serve: Any) -> None:
     opened(page, serve("hostile"), "Rollouts")
     rows = page.locator("#rollouts tbody tr")
