@@ -573,7 +573,7 @@ class EngineContract:
                 return asyncio.ensure_future(asked)
 
             asked = [ask()]
-            while not engine.progress.num_tokens:
+            while not engine.progress.num_tokens or engine.progress.num_waiting:  # until all four have begun
                 await asyncio.sleep(0.002)
             loading = asyncio.ensure_future(served.give_async(*update, in_flight="off"))
             while not loading.done():
