@@ -21,6 +21,7 @@ from torch import nn
 from ..trainer.scoring import head_forward, output_head
 
 T = TypeVar("T")
+START_S = 60.0
 
 
 class PassThreads:
@@ -31,7 +32,7 @@ class PassThreads:
         self._pool = None
         if number > 1:
             self._pool = ThreadPoolExecutor(number, thread_name_prefix="leeway-pass")
-            started = threading.Barrier(number)
+            started = threading.Barrier(number, timeout=START_S)
             for ready in [self._pool.submit(_on_one_core, started) for _ in range(number)]:
                 ready.result()
             torch.set_num_threads(number)  # of the threads that have none yet: the last number that was set is theirs
