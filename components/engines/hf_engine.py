@@ -19,7 +19,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -37,6 +37,7 @@ from ..failures import Refused
 from ..transports.shared_memory import mapped
 from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
+from .hf_cache import BLOCK, Row, num_blocks
 from .hf_decode import Decoder, load_decoder
 from .hf_lora import Adapters
 from .hf_threads import PassThreads
@@ -78,6 +79,7 @@ class _Sequence:
     versions: list[int] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
     finish_reason: str = ""
+    row: Row | None = None  # while it is running
 
 
 class HfEngine:
@@ -295,12 +297,12 @@ class HfEngine:
                 head_dtype=None if s.head_dtype is None else getattr(torch, s.head_dtype),
                 threads=self._pass_threads,
             )
-        decoder.prefill([0], [[0]])
+        decoder.free(decoder.prefill([[0]]))
         if s.lora is not None:
             with torch.inference_mode(False):
                 decoder.adapters = Adapters(decoder.model.lm, s.lora, dtype=getattr(torch, s.dtype))
         memory = s.kv_cache_gib * 2**30 if s.device == "cpu" else torch.cuda.mem_get_info()[0] / 2
-        return decoder, ModelTensors(decoder.model.lm), int(memory / decoder.cache.bytes_per_token)
+        return decoder, ModelTensors(decoder.model.lm), int(memory / decoder.bytes_per_token)
 
     def _accept(self, request: _Request) -> None:
         if self._death is not None:
@@ -321,7 +323,7 @@ class HfEngine:
     def _abort(self, request: _Request) -> None:
         self._held = [r for r in self._held if r is not request]
         self._waiting = deque(s for s in self._waiting if s.request is not request)
-        self._keep([s for s in self._running if s.request is not request])
+        self._end([s for s in self._running if s.request is request])
         self._note_drained()
 
     def _drop(self, version: int) -> None:
@@ -372,19 +374,21 @@ class HfEngine:
 
     def _pass(self) -> None:
         if self._cache_is_old:
-            self._decoder.prefill(range(len(self._running)), [s.tokens[:-1] for s in self._running])
+            self._decoder.clear()
+            self._read(self._running)
             self._cache_is_old = False
         self._admit()
         running, scale = self._running, self._decoder.model.transform.scale
         versions = [s.request.version for s in running]
         drawn = self._decoder.step(
+            _rows(running),
             [s.tokens[-1] for s in running],
             [len(s.tokens) - 1 for s in running],
             versions,
-            then=lambda logits, first: _sample(logits, running[first : first + len(logits)], scale=scale),
+            then=lambda logits, places: _sample(logits, [running[i] for i in places], scale=scale),
         )
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
-        for s, (token, logprob, kept) in zip(running, itertools.chain(*drawn), strict=True):
+        for s, (token, logprob, kept) in zip(running, drawn, strict=True):
             version = self._version if s.request.version is None else s.request.version
             s.tokens.append(token)
             if s.request.top_k:
@@ -401,49 +405,41 @@ class HfEngine:
                 _tell(s.request.loop, s.request.heard, s.index, [token], [logprob], version)
         for loop, sampled in passed.items():
             _tell(loop, self.progress.passed, time.monotonic(), sampled)
-        ended = {s.request.id: s.request for s in running if s.finish_reason}
-        self._keep([s for s in running if not s.finish_reason])
-        for request in ended.values():
+        ended = [s for s in running if s.finish_reason]
+        self._end(ended)
+        for request in {s.request.id: s.request for s in ended}.values():
             if all(s.finish_reason for s in request.sequences):
                 _answer(request.answer, functools.partial(_completions, request))
         self._note_drained()
 
     def _admit(self) -> None:
-        """Begin what waits, in order, while there are places and memory: each row as wide as the widest may become."""
+        """Begin what waits, in order, while there are places, and memory for all that it may become."""
         begun: list[_Sequence] = []
-        widest = max((s.num_wanted for s in self._running), default=0)
+        held = sum(num_blocks(s.num_wanted) for s in self._running)
         while self._waiting and (num_rows := len(self._running) + len(begun)) < self.places:
-            widest = max(widest, self._waiting[0].num_wanted)
-            if num_rows and (num_rows + 1) * widest > self.cache_tokens:
+            held += num_blocks(self._waiting[0].num_wanted)
+            if num_rows and held * BLOCK > self.cache_tokens:
                 break
             begun.append(self._waiting.popleft())
         if not begun:
             return
-        first = len(self._running)
-        self._running += begun
         # Each prompt is read once, and copied for the other completions of it. Its last token is read by the next pass.
-        sources: dict[str, int] = {}
-        copies: list[tuple[int, int]] = []
-        for row, s in enumerate(begun, start=first):
-            if (source := sources.setdefault(s.request.id, row)) != row:
-                copies.append((source, row))
-        rows = list(sources.values())
-        self._decoder.cache.reserve(len(self._running), 1)
-        beginning = [self._running[row] for row in rows]
-        self._decoder.prefill(rows, [s.tokens[:-1] for s in beginning], [s.request.version for s in beginning])
-        if copies:
-            self._decoder.cache.copy(*zip(*copies, strict=True))
+        first = {s.request.id: s for s in reversed(begun)}
+        self._read(list(first.values()))
+        others = [s for s in begun if s is not first[s.request.id]]
+        for s, row in zip(others, self._decoder.copy(_rows(first[s.request.id] for s in others)), strict=True):
+            s.row = row
+        self._running += begun
 
-    def _keep(self, sequences: list[_Sequence]) -> None:
-        """Go on with these alone, moved together: those of the last rows take the rows that become free."""
-        rows = {id(s): row for row, s in enumerate(self._running)}
-        staying = [s for s in sequences if rows[id(s)] < len(sequences)]
-        moving = [s for s in sequences if rows[id(s)] >= len(sequences)]
-        free = sorted(set(range(len(sequences))) - {rows[id(s)] for s in staying})
-        if moving:
-            self._decoder.cache.copy([rows[id(s)] for s in moving], free)
-        placed = {rows[id(s)]: s for s in staying} | dict(zip(free, moving, strict=True))
-        self._running = [placed[row] for row in range(len(sequences))]
+    def _read(self, sequences: list[_Sequence]) -> None:
+        rows = self._decoder.prefill([s.tokens[:-1] for s in sequences], [s.request.version for s in sequences])
+        for s, row in zip(sequences, rows, strict=True):
+            s.row = row
+
+    def _end(self, sequences: list[_Sequence]) -> None:
+        self._decoder.free(_rows(sequences))
+        ended = set(map(id, sequences))
+        self._running = [s for s in self._running if id(s) not in ended]
 
     def _score(self, canary: Canary, version: int | None) -> CanaryGap:
         # With a cache of its own: requests continue afterwards.
@@ -458,14 +454,14 @@ class HfEngine:
         if not contexts:
             return CanaryGap.of(gaps, [])
         versions = [version] * len(contexts)
-        decoder.prefill(range(len(contexts)), [c[:-1] for c in contexts], versions)
-        rows = decoder.step(
+        logprobs = decoder.step(
+            decoder.prefill([c[:-1] for c in contexts], versions),
             [c[-1] for c in contexts],
             [len(c) - 1 for c in contexts],
             versions,
-            then=lambda logits, _: torch.log_softmax(logits * decoder.model.transform.scale, dim=-1),
+            then=lambda logits, _: list(torch.log_softmax(logits * decoder.model.transform.scale, dim=-1)),
         )
-        got = [float(row[token]) for row, token in zip(torch.cat(rows), canary.next_tokens, strict=True)]
+        got = [float(row[token]) for row, token in zip(logprobs, canary.next_tokens, strict=True)]
         return CanaryGap.of(gaps, [abs(a - b) for a, b in zip(got, canary.next_logprobs, strict=True)])
 
     def _close(self) -> None:
@@ -482,6 +478,10 @@ class HfEngine:
             _answer(request.answer, functools.partial(_raise, death))
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(death)
+
+
+def _rows(sequences: Iterable[_Sequence]) -> list[Row]:
+    return [s.row for s in sequences if s.row is not None]
 
 
 def _answer(answer: Future[T], work: Callable[[], T]) -> None:

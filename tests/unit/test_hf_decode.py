@@ -83,11 +83,11 @@ def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(number: int, 
 
             def logits_of(sequences: list[list[int]]) -> torch.Tensor:
                 own = decoder.beside()
-                own.prefill(range(len(sequences)), [s[:-2] for s in sequences])
+                rows = own.prefill([s[:-2] for s in sequences])
                 passes = []
                 for at in (-2, -1):
                     last = [s[at] for s in sequences], [len(s) + at for s in sequences]
-                    passes.append(torch.cat(own.step(*last, then=lambda logits, _: logits)))
+                    passes.append(torch.stack(own.step(rows, *last, then=lambda logits, _: list(logits))))
                 return torch.stack(passes, 1)
 
             together = logits_of(sequences)
@@ -116,16 +116,16 @@ def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
     """Room for two sequences of the longest kind, asked for ten."""
     folder = save(tmp_path / "model", "qwen2")
     probe = HfEngine(settings_of(folder))
-    bytes_per_token = probe._decoder.cache.bytes_per_token
+    bytes_per_token = probe._decoder.bytes_per_token
     probe.shutdown()
     engine = HfEngine(settings_of(folder, kv_cache_gib=(2 * 64 + 1) * bytes_per_token / 2**30))
     most = 0
     step = engine._decoder.step
 
-    def counted(tokens: Any, *others: Any, **more: Any) -> Any:
+    def counted(rows: Any, *others: Any, **more: Any) -> Any:
         nonlocal most
-        most = max(most, len(tokens))
-        return step(tokens, *others, **more)
+        most = max(most, len(rows))
+        return step(rows, *others, **more)
 
     engine._decoder.step = counted  # type: ignore[method-assign]
     asked = engine.generate([4, 5], n=10, temperature=1.0, max_tokens=62, stop_token_ids=[2, 3])

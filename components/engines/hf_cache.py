@@ -1,0 +1,298 @@
+"""Keys and values of sequences that grow by a token at a time, in blocks, and the attention of a token over them.
+
+    sequences   a: 70 tokens         b: 20 tokens   c: 33 tokens
+    a pool      | a 0-31 | b 0-31 | a 32-63 | c 0-31 | c 32-63 | a 64-95 |      blocks of `BLOCK`, in any order
+
+The blocks in use are the first ones, without a gap, so that one matrix product goes over all of them as they lie:
+nothing is computed for what a long sequence is longer than a short one. A block's number decides nothing. In float32 on
+a CPU the numbers of a sequence are then the same to the last bit, whatever else is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 32
+
+
+def num_blocks(length: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-length // BLOCK)
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence: the numbers of its blocks in `pool`, in the order of its tokens."""
+
+    pool: BlockPool
+    blocks: list[int] = field(default_factory=list)
+
+
+class BlockPool:
+    """Keys and values of every layer, [N, H_kv, BLOCK, D] each. One thread computes with it at a time."""
+
+    def __init__(self) -> None:
+        self.rows: set[Row] = set()
+        self._owners: list[tuple[Row, int]] = []  # of each block in use: its row, and its number there
+        self._room = 0
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._making = threading.Lock()
+
+    @property
+    def num_used(self) -> int:
+        return len(self._owners)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(x.shape[1] * x.shape[3] * x.itemsize for layer in self._layers for x in layer)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for layer in self._layers for x in layer)
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of a layer, made for keys and values [..., H_kv, T, D] when it is first met."""
+        if index == len(self._layers):
+            with self._making:  # prompts are read by several threads
+                if index == len(self._layers):
+                    self._layers.append((self._made_for(key), self._made_for(value)))
+        return self._layers[index]
+
+    def _made_for(self, x: torch.Tensor) -> torch.Tensor:
+        # Zeros, because what is masked is multiplied by 0 all the same.
+        return x.new_zeros(self._room, x.shape[-3], BLOCK, x.shape[-1])
+
+    def add(self, lengths: Sequence[int]) -> list[Row]:
+        """Rows with room for so many tokens each."""
+        rows = [Row(self) for _ in lengths]
+        self.rows.update(rows)
+        self.extend(rows, lengths)
+        return rows
+
+    def extend(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Room for so many tokens in each of these rows; what is there stays."""
+        first = self.num_used
+        for row, length in zip(rows, lengths, strict=True):
+            for number in range(len(row.blocks), num_blocks(length)):
+                row.blocks.append(len(self._owners))
+                self._owners.append((row, number))
+        if self.num_used == first:
+            return
+        if self.num_used > self._room:
+            self._room = max(self.num_used, self._room * 3 // 2)
+            for index, (keys, values) in enumerate(self._layers):  # in place: only one layer is there twice
+                self._layers[index] = self._grown(keys, first), self._grown(values, first)
+                del keys, values
+        for layer in self._layers:
+            for x in layer:  # what an earlier row left, were it not a number, would spoil what is masked too
+                x[first : self.num_used] = 0
+
+    def _grown(self, old: torch.Tensor, num_used: int) -> torch.Tensor:
+        new = old.new_zeros(self._room, *old.shape[1:])
+        new[:num_used] = old[:num_used]
+        return new
+
+    def copy(self, sources: Sequence[Row]) -> list[Row]:
+        """New rows with what these hold, which may lie in other pools."""
+        rows = self.add([len(s.blocks) * BLOCK for s in sources])
+        for pool in {s.pool for s in sources}:
+            pairs = [(s, row) for s, row in zip(sources, rows, strict=True) if s.pool is pool]
+            theirs = [block for s, _ in pairs for block in s.blocks]
+            ours = [block for _, row in pairs for block in row.blocks]
+            for index, layer in enumerate(pool._layers):
+                for x, source in zip(self.layer(index, *layer), layer, strict=True):
+                    x[ours] = source[theirs]
+        return rows
+
+    def take(self, rows: Sequence[Row]) -> None:
+        """Have these rows, which lie in other pools, here instead."""
+        copies = self.copy(rows)
+        for pool in {row.pool for row in rows}:
+            pool.free([row for row in rows if row.pool is pool])
+        for row, here in zip(rows, copies, strict=True):
+            row.pool, row.blocks = self, here.blocks
+            for number, block in enumerate(row.blocks):
+                self._owners[block] = row, number
+        self.rows.difference_update(copies)
+        self.rows.update(rows)
+
+    def free(self, rows: Sequence[Row]) -> None:
+        """Forget these rows. The last blocks that stay take the places that become free."""
+        gone = {block for row in rows for block in row.blocks}
+        left = self.num_used - len(gone)
+        free = [block for block in sorted(gone) if block < left]
+        moving = [block for block in range(left, self.num_used) if block not in gone]
+        if moving:
+            for layer in self._layers:
+                for x in layer:
+                    x[free] = x[moving]
+        for source, target in zip(moving, free, strict=True):
+            row, number = self._owners[target] = self._owners[source]
+            row.blocks[number] = target
+        del self._owners[left:]
+        self.rows.difference_update(rows)
+
+    def clear(self) -> None:
+        """Forget all rows; the memory stays."""
+        self.rows.clear()
+        self._owners.clear()
+
+
+@dataclass
+class PromptAttention:
+    """That of a pass over prompts, which fills `rows`. These have as many blocks each; prompts are padded to them."""
+
+    rows: Sequence[Row]
+    num_layers: int = 0
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [R, H, T, D], key and value [R, H_kv, T, D] -> [R, T, H, D]."""
+        blocks = [block for row in self.rows for block in row.blocks]
+        for memory, new in zip(self.rows[0].pool.layer(self.num_layers, key, value), (key, value), strict=True):
+            memory[blocks] = new.unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
+        self.num_layers += 1
+        at = torch.arange(query.shape[2], device=query.device)
+        hidden = _hidden(at, query.shape[2], window).repeat(query.shape[1] // key.shape[1], 1)
+        return _attention(query, key, value, _mask(hidden, query.dtype), scaling, softcap)
+
+
+class TokenAttention:
+    """That of a pass over one more token of each of B rows of one pool, for which they have room, at `positions`.
+
+    Rows come in the order of their lengths, the longest first. A pass may have more rows; those get zeros.
+    """
+
+    def __init__(self, pool: BlockPool, rows: Sequence[Row], positions: Sequence[int], device: torch.device) -> None:
+        self._pool = pool
+        self._num_rows, self._num_used = len(rows), pool.num_used
+        self._num_layers = 0
+        counts = torch.tensor([len(row.blocks) for row in rows])
+        most = int(counts[0])
+        blocks = torch.tensor([block for row in rows for block in row.blocks])
+        owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        numbers = torch.arange(len(blocks)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        # Of each row, its blocks in order, and any for those that it does not have: nothing is to be seen there.
+        table = torch.zeros(len(rows), most, dtype=torch.int64)
+        table[owners, numbers] = blocks
+        # Of each block in use, its row, and where in `table` it is. Blocks of rows that are not in the pass have those
+        # of another one, and nobody asks for what comes of them.
+        block_rows = torch.zeros(self._num_used, dtype=torch.int64)
+        block_rows[blocks] = owners
+        block_places = torch.zeros(self._num_used, dtype=torch.int64)
+        block_places[blocks] = owners * most + numbers
+        at = torch.tensor(positions)
+        self._table, self._block_rows, self._block_places = (x.to(device) for x in (table, block_rows, block_places))
+        self._has_more = [int((counts > number).sum()) for number in range(most)]
+        self._last_block = table[torch.arange(len(rows)), at // BLOCK].to(device)
+        self._offset = (at % BLOCK).to(device)
+        self._positions = at.to(device)
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [>=B, H, 1, D], key and value [>=B, H_kv, 1, D] -> [>=B, 1, H, D]."""
+        memory = self._pool.layer(self._num_layers, key, value)
+        self._num_layers += 1
+        for x, new in zip(memory, (key, value), strict=True):
+            x[self._last_block, :, self._offset] = new[: self._num_rows, :, 0]
+        if window not in self._masks:
+            hidden = _hidden(self._positions, self._table.shape[1] * BLOCK, window)
+            self._masks[window] = _mask(hidden[:, None, None], query.dtype)
+        keys, values = memory
+        q, mask = query[: self._num_rows], self._masks[window]
+        if query.dtype == torch.float32:
+            out = self._over_blocks(q, keys, values, mask, scaling, softcap)
+        else:  # products of blocks would round scores to the type that weights have
+            out = _attention(q, self._in_rows(keys), self._in_rows(values), mask, scaling, softcap)
+        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
+
+    def _in_rows(self, memory: torch.Tensor) -> torch.Tensor:
+        """[N, H_kv, BLOCK, D] -> [B, H_kv, W, D]."""
+        return memory[self._table].transpose(1, 2).flatten(2, 3)
+
+    def _over_blocks(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [B, H, 1, D], keys and values [N, H_kv, BLOCK, D], mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
+
+        A row's sum over its blocks is made block by block, in their order: in one product over all of its tokens, how
+        sums are parted depends on how many there are.
+        """
+        num_rows, num_kv, size = len(query), keys.shape[1], query.shape[-1]
+        most = self._table.shape[1]
+        q = query.reshape(num_rows, num_kv, -1, size) * (size**-0.5 if scaling is None else scaling)
+        used = [x[: self._num_used].flatten(0, 1) for x in (keys, values)]
+        scores = torch.bmm(q.index_select(0, self._block_rows).flatten(0, 1), used[0].transpose(1, 2))
+        scores = scores.unflatten(0, (-1, num_kv))[self._table].permute(0, 2, 3, 1, 4).flatten(3)  # [B, H_kv, G, W]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.softmax(scores.add_(mask), dim=-1)
+        weights = weights.unflatten(3, (most, BLOCK)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        parts = torch.bmm(weights.index_select(0, self._block_places).flatten(0, 1), used[1])
+        parts = parts.view(self._num_used, -1)
+        out = parts.index_select(0, self._table[:, 0])
+        for number, count in enumerate(self._has_more[1:], start=1):
+            out[:count] += parts.index_select(0, self._table[:count, number])
+        return out.view(num_rows, 1, -1, values.shape[-1])
+
+
+def _hidden(positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
+    """[T] -> [T, W]: which columns a token at each position does not see."""
+    distance = positions[:, None] - torch.arange(width, device=positions.device)
+    return (distance < 0) if window is None else (distance < 0) | (distance >= window)
+
+
+def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To add to scores."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """query [B, H, T, D], key and value [B, H_kv, W, D], mask [..., G T or 1, W] -> [B, T, H, D].
+
+    The G heads that share keys lie below each other, as G T queries of one head, so that no keys are copied.
+    """
+    groups = query.shape[1] // key.shape[1]
+    q = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = q @ key.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = softcap * torch.tanh(scores / softcap) + mask
+        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    return out.unflatten(2, (groups, query.shape[2])).flatten(1, 2).transpose(1, 2)
