@@ -40,12 +40,18 @@ class BlockPool:
         self.rows: set[Row] = set()
         self._owners: list[tuple[Row, int]] = []  # of each block in use: its row, and its number there
         self._room = 0
+        self.most: int | None = None  # blocks that there is to be memory for, if that is enough
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._making = threading.Lock()
 
     @property
     def num_used(self) -> int:
         return len(self._owners)
+
+    @property
+    def room(self) -> int:
+        """Blocks that there is memory for."""
+        return self._room
 
     @property
     def bytes_per_token(self) -> int:
@@ -84,7 +90,8 @@ class BlockPool:
         if self.num_used == first:
             return
         if self.num_used > self._room:
-            self._room = max(self.num_used, self._room * 3 // 2)
+            ahead = self._room * 3 // 2
+            self._room = max(self.num_used, ahead if self.most is None else min(ahead, self.most))
             for index, (keys, values) in enumerate(self._layers):  # in place: only one layer is there twice
                 self._layers[index] = self._grown(keys, first), self._grown(values, first)
                 del keys, values
@@ -136,19 +143,43 @@ class BlockPool:
             row.blocks[number] = target
         del self._owners[left:]
         self.rows.difference_update(rows)
+        if self.most is not None and left <= self.most < self._room:
+            self._trim()
 
     def clear(self) -> None:
         """Forget all rows; the memory stays."""
         self.rows.clear()
         self._owners.clear()
 
+    def _trim(self) -> None:
+        """Give back the memory that is more than there is to be."""
+        self._room = self.num_used
+        for index, (keys, values) in enumerate(self._layers):
+            self._layers[index] = keys[: self._room].clone(), values[: self._room].clone()
+            del keys, values
 
-@dataclass
-class PromptAttention:
-    """That of a pass over prompts, which fills `rows`. These have as many blocks each; prompts are padded to them."""
 
-    rows: Sequence[Row]
-    num_layers: int = 0
+class ReadAttention:
+    """That of a pass over tokens that come after what R rows hold, from `starts` on, for which they have room.
+
+    The rows are of one pool, and have as many blocks each. Their tokens are padded to one length T.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], starts: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> None:
+        self._pool = rows[0].pool
+        self._num_layers = 0
+        table = torch.tensor([row.blocks for row in rows])
+        new = torch.tensor(lengths)
+        owners = torch.repeat_interleave(torch.arange(len(rows)), new)
+        offsets = torch.arange(len(owners)) - torch.repeat_interleave(new.cumsum(0) - new, new)
+        at = torch.tensor(starts)[owners] + offsets
+        places = table[owners, at // BLOCK], at % BLOCK
+        self._table, self._owners, self._offsets = (x.to(device) for x in (table, owners, offsets))
+        self._blocks, self._columns = (x.to(device) for x in places)
+        self._starts = torch.tensor(starts, device=device)
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(
         self,
@@ -161,13 +192,16 @@ class PromptAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         """query [R, H, T, D], key and value [R, H_kv, T, D] -> [R, T, H, D]."""
-        blocks = [block for row in self.rows for block in row.blocks]
-        for memory, new in zip(self.rows[0].pool.layer(self.num_layers, key, value), (key, value), strict=True):
-            memory[blocks] = new.unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
-        self.num_layers += 1
-        at = torch.arange(query.shape[2], device=query.device)
-        hidden = _hidden(at, query.shape[2], window).repeat(query.shape[1] // key.shape[1], 1)
-        return _attention(query, key, value, _mask(hidden, query.dtype), scaling, softcap)
+        memory = self._pool.layer(self._num_layers, key, value)
+        self._num_layers += 1
+        for x, new in zip(memory, (key, value), strict=True):
+            x[self._blocks, :, self._columns] = new[self._owners, :, self._offsets]
+        if window not in self._masks:
+            at = self._starts[:, None] + torch.arange(query.shape[2], device=query.device)
+            mask = _mask(at, self._table.shape[1] * BLOCK, window, query.dtype)[:, None]
+            self._masks[window] = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+        keys, values = (_in_rows(x, self._table) for x in memory)
+        return _attention(query, keys, values, self._masks[window], scaling, softcap)
 
 
 class TokenAttention:
@@ -218,19 +252,15 @@ class TokenAttention:
         for x, new in zip(memory, (key, value), strict=True):
             x[self._last_block, :, self._offset] = new[: self._num_rows, :, 0]
         if window not in self._masks:
-            hidden = _hidden(self._positions, self._table.shape[1] * BLOCK, window)
-            self._masks[window] = _mask(hidden[:, None, None], query.dtype)
+            mask = _mask(self._positions[:, None], self._table.shape[1] * BLOCK, window, query.dtype)
+            self._masks[window] = mask[:, None]
         keys, values = memory
         q, mask = query[: self._num_rows], self._masks[window]
         if query.dtype == torch.float32:
             out = self._over_blocks(q, keys, values, mask, scaling, softcap)
         else:  # products of blocks would round scores to the type that weights have
-            out = _attention(q, self._in_rows(keys), self._in_rows(values), mask, scaling, softcap)
+            out = _attention(q, *(_in_rows(x, self._table) for x in memory), mask, scaling, softcap)
         return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
-
-    def _in_rows(self, memory: torch.Tensor) -> torch.Tensor:
-        """[N, H_kv, BLOCK, D] -> [B, H_kv, W, D]."""
-        return memory[self._table].transpose(1, 2).flatten(2, 3)
 
     def _over_blocks(
         self,
@@ -264,15 +294,16 @@ class TokenAttention:
         return out.view(num_rows, 1, -1, values.shape[-1])
 
 
-def _hidden(positions: torch.Tensor, width: int, window: int | None) -> torch.Tensor:
-    """[T] -> [T, W]: which columns a token at each position does not see."""
-    distance = positions[:, None] - torch.arange(width, device=positions.device)
-    return (distance < 0) if window is None else (distance < 0) | (distance >= window)
-
-
-def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To add to scores."""
+def _mask(positions: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[R, T] -> [R, T, W], to add to scores: which columns a token at each position does not see."""
+    distance = positions[..., None] - torch.arange(width, device=positions.device)
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def _in_rows(memory: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """[N, H_kv, BLOCK, D] -> [R, H_kv, W, D]."""
+    return memory[table].transpose(1, 2).flatten(2, 3)
 
 
 def _attention(
@@ -283,7 +314,7 @@ def _attention(
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """query [B, H, T, D], key and value [B, H_kv, W, D], mask [..., G T or 1, W] -> [B, T, H, D].
+    """query [B, H, T, D], key and value [B, H_kv, W, D], mask [B, 1, G T or 1, W] -> [B, T, H, D].
 
     The G heads that share keys lie below each other, as G T queries of one head, so that no keys are copied.
     """

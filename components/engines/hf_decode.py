@@ -19,7 +19,7 @@ import torch
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
 from ..trainer.scoring import ScoringModel, is_packed, pass_arguments
-from .hf_cache import BLOCK, BlockPool, PromptAttention, Row, TokenAttention, num_blocks
+from .hf_cache import BLOCK, BlockPool, ReadAttention, Row, TokenAttention, num_blocks
 from .hf_threads import HeadInputs, PassThreads
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Decoder:
         self.adapters = adapters
         self.device = model.lm.device
         self._pools = [BlockPool() for _ in range(threads.number)]
+        self._waiting = BlockPool()
         self._heads = HeadInputs()
 
     @property
@@ -84,28 +85,43 @@ class Decoder:
 
     def forget(self) -> int:
         """Give the memory of the cache back; returns its bytes. There are no rows any more."""
-        num_bytes = sum(pool.num_bytes for pool in self._pools)
-        self._pools = [BlockPool() for _ in self._pools]
+        num_bytes = sum(pool.num_bytes for pool in (*self._pools, self._waiting))
+        self._pools, self._waiting = [BlockPool() for _ in self._pools], BlockPool()
         return num_bytes
 
     def clear(self) -> None:
         """There are no rows any more; the memory stays."""
-        for pool in self._pools:
+        for pool in (*self._pools, self._waiting):
             pool.clear()
 
     def prefill(self, sequences: Sequence[Sequence[int]], versions: Versions = ()) -> list[Row]:
         """New rows in which these sequences were read."""
-        rows: dict[int, Row] = {}
+        rows = self.rows(len(sequences))
+        self.read(rows, sequences, [0] * len(rows), versions)
+        return rows
+
+    def rows(self, number: int) -> list[Row]:
+        """New rows that hold nothing."""
+        return [row for _ in range(number) for row in self._emptiest().add([0])]
+
+    def read(
+        self,
+        rows: Sequence[Row],
+        sequences: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        versions: Versions = (),
+    ) -> None:
+        """Read these sequences from `starts` on; what is before is in the rows."""
+        if waiting := [row for row in rows if row.pool is self._waiting]:
+            self._emptiest().take(waiting)
+        for row, sequence in zip(rows, sequences, strict=True):
+            row.pool.extend([row], [len(sequence)])
         works = []
-        for chunk in _chunks([len(s) for s in sequences], self.threads.number):
-            read = [sequences[i] for i in chunk]
+        for chunk in _chunks(rows, sequences, starts, self.threads.number):
+            given = [(rows[i], sequences[i], starts[i]) for i in chunk]
             own = [versions[i] for i in chunk] if versions else ()
-            new = self._emptiest().add([len(s) for s in read])
-            rows |= zip(chunk, new, strict=True)
-            if read[0]:
-                works.append(functools.partial(self._read, new, read, own))
+            works.append(functools.partial(self._read, given, own))
         self._run(works)
-        return [rows[i] for i in range(len(sequences))]
 
     def copy(self, rows: Sequence[Row]) -> list[Row]:
         """New rows with what these hold."""
@@ -121,23 +137,36 @@ class Decoder:
 
     def free(self, rows: Sequence[Row]) -> None:
         """Forget these rows."""
-        for pool in self._pools:
+        for pool in (*self._pools, self._waiting):
             if gone := [row for row in rows if row.pool is pool]:
                 pool.free(gone)
+
+    def set_aside(self, rows: Sequence[Row]) -> None:
+        """Passes are not about these rows for a while: `read` and `step` may be asked for them again."""
+        self._waiting.take(rows)
+
+    def room_aside(self, num_blocks: int) -> int:
+        """Blocks that those set aside may have, of so many for all."""
+        self._waiting.most = max(0, num_blocks - sum(pool.room for pool in self._pools))
+        return self._waiting.most
 
     def _emptiest(self) -> BlockPool:
         return min(self._pools, key=lambda pool: len(pool.rows))
 
-    def _read(self, rows: Sequence[Row], sequences: Sequence[Sequence[int]], versions: Versions = ()) -> torch.Tensor:
-        """Hidden states [R, T, D] of one pass over sequences that are padded to the T tokens that each row holds."""
-        lengths = [len(s) for s in sequences]
-        width = BLOCK * len(rows[0].blocks)
-        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-        for row, sequence in zip(tokens, sequences, strict=True):
-            row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+    def _read(self, given: Sequence[tuple[Row, Sequence[int], int]], versions: Versions) -> torch.Tensor:
+        """Hidden states [R, T, D] of one pass over what is new in sequences, padded to whole blocks.
+
+        `given`: of each, its row, which has room, all of its tokens, and the first one that is new.
+        """
+        rows, sequences, starts = zip(*given, strict=True)
+        lengths = [len(s) - start for s, start in zip(sequences, starts, strict=True)]
+        tokens = torch.zeros(len(rows), BLOCK * num_blocks(max(lengths)), dtype=torch.int64)
+        for row, sequence, start in zip(tokens, sequences, starts, strict=True):
+            row[: len(sequence) - start] = torch.tensor(sequence[start:], dtype=torch.int64)
         # What pads stands at the last position, so that no position is beyond what the model knows.
-        positions = torch.minimum(torch.arange(width), torch.tensor(lengths)[:, None] - 1)
-        return self._pass(tokens, positions, PromptAttention(rows), versions)
+        at = torch.minimum(torch.arange(tokens.shape[1]), torch.tensor(lengths)[:, None] - 1)
+        attention = ReadAttention(rows, starts, lengths, self.device)
+        return self._pass(tokens, at + torch.tensor(starts)[:, None], attention, versions)
 
     def step(
         self,
@@ -167,7 +196,7 @@ class Decoder:
         shares = [[i for i, row in enumerate(rows) if row.pool is pool] for pool in self._pools]
         fullest = sorted(range(len(shares)), key=lambda i: -len(shares[i]))
         room = dict.fromkeys(fullest[: -(-len(rows) // most)], most)
-        excess: list[int] = []
+        excess = [i for i, row in enumerate(rows) if row.pool is self._waiting]
         for i, share in enumerate(shares):
             excess += share[room.get(i, 0) :]
             del share[room.get(i, 0) :]
@@ -214,7 +243,7 @@ class Decoder:
         return scored
 
     def _score(self, row: Row, sequence: Sequence[int], version: int | None) -> list[float]:
-        hidden = self._read([row], [sequence], [version])[0, : len(sequence) - 1]
+        hidden = self._read([(row, sequence, 0)], [version])[0, : len(sequence) - 1]
         targets = torch.tensor(sequence[1:], device=self.device)[:, None]
         logprobs = torch.log_softmax(self._logits(hidden) * self.model.transform.scale, dim=-1)
         return logprobs.gather(-1, targets)[:, 0].tolist()
@@ -229,7 +258,7 @@ class Decoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        attention: PromptAttention | TokenAttention,
+        attention: ReadAttention | TokenAttention,
         versions: Versions,
     ) -> torch.Tensor:
         given = pass_arguments(self.model.lm, tokens.to(self.device), positions.to(self.device), attention, None)
@@ -241,19 +270,22 @@ class Decoder:
             return self._heads.taken(functools.partial(self.model.lm, **given))
 
 
-def _chunks(lengths: list[int], num_threads: int) -> list[list[int]]:
-    """Indices of sequences that are read in one pass: of similar lengths, and not too many tokens, so that each thread
-    has some. Empty ones are together.
+def _chunks(
+    rows: Sequence[Row], sequences: Sequence[Sequence[int]], starts: Sequence[int], num_threads: int
+) -> list[list[int]]:
+    """Places of those that are read in one pass: of one pool, with as many blocks, old and new, and not too many
+    tokens, so that each thread has some. Those with nothing new are not read.
     """
-    chunks: list[list[int]] = []
-    most = min(PREFILL_TOKENS, sum(BLOCK * num_blocks(n) for n in lengths)) // num_threads
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        width = BLOCK * num_blocks(lengths[i])
-        like_last = chunks and width == BLOCK * num_blocks(lengths[chunks[-1][0]])
-        if like_last and width * (len(chunks[-1]) + 1) <= most:
-            chunks[-1].append(i)
-        else:
-            chunks.append([i])
+    alike: dict[tuple[int, int, BlockPool], list[int]] = {}
+    for i, (row, sequence, start) in enumerate(zip(rows, sequences, starts, strict=True)):
+        if len(sequence) > start:
+            alike.setdefault((num_blocks(len(sequence) - start), len(row.blocks), row.pool), []).append(i)
+    num_new = sum(BLOCK * width * len(places) for (width, _, _), places in alike.items())
+    most = min(PREFILL_TOKENS, num_new) // num_threads
+    chunks = []
+    for (width, _, _), places in alike.items():
+        at_once = max(1, most // (BLOCK * width))
+        chunks += [places[i : i + at_once] for i in range(0, len(places), at_once)]
     return chunks
 
 

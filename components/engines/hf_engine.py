@@ -38,6 +38,7 @@ from ..transports.shared_memory import mapped
 from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
 from .hf_cache import BLOCK, Row, num_blocks
+from .hf_conversations import Conversation, Conversations, Turn
 from .hf_decode import Decoder, load_decoder
 from .hf_lora import Adapters
 from .hf_threads import PassThreads
@@ -62,13 +63,18 @@ class _Request:
     loop: asyncio.AbstractEventLoop
     heard: Heard | None = None
     version: int | None = None
+    is_seeded: bool = False
     answer: Future[list[SampledTokens]] = field(default_factory=Future)
     sequences: list[_Sequence] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """One completion under way. `tokens`: prompt and response; `num_wanted`: their number at the most."""
+    """One completion under way. `tokens`: prompt and response; `num_wanted`: their number at the most.
+
+    `num_held`: tokens whose keys and values `row` has. `begin`: tokens that there were when the answer began, or when
+    all was read anew. `turns`: of a conversation, those before, as they are to be computed, or were.
+    """
 
     request: _Request
     index: int
@@ -80,6 +86,14 @@ class _Sequence:
     kept: list[list[int]] = field(default_factory=list)
     finish_reason: str = ""
     row: Row | None = None  # while it is running
+    num_held: int = 0
+    begin: int = 0
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def read_end(self) -> int:
+        """Up to where tokens are read, for those held now: from there on they go through one pass each."""
+        return next((begin for begin, end in self.turns if self.num_held < end - 1), self.begin) - 1
 
 
 class HfEngine:
@@ -99,6 +113,7 @@ class HfEngine:
         self._waiting: deque[_Sequence] = deque()
         self._held: list[_Request] = []
         self._running: list[_Sequence] = []
+        self._conversations = Conversations()
         self._drained: Future[None] | None = None
         self._paused = False
         self._cache_is_old = False
@@ -159,6 +174,7 @@ class HfEngine:
             loop=asyncio.get_running_loop(),
             heard=heard,
             version=version,
+            is_seeded=seed is not None,
         )
         first = self._seeds.getrandbits(62) if seed is None else seed
         num_sampled = n if temperature else 1
@@ -169,6 +185,7 @@ class HfEngine:
                 random.Random(first + i),
                 list(prompt_tokens),
                 len(prompt_tokens) + request.max_tokens,
+                begin=len(prompt_tokens),
             )
             for i in range(num_sampled)
         ]
@@ -333,6 +350,7 @@ class HfEngine:
         for request in left.values():
             self._abort(request)
             _answer(request.answer, functools.partial(_raise, RuntimeError(f"version {version} was dropped")))
+        self._decoder.free(self._conversations.drop(version))
         self._adapters.drop(version)
 
     def _pause(self, drain: bool) -> Future[None]:
@@ -355,6 +373,7 @@ class HfEngine:
 
     def _release(self) -> int:
         cache_bytes = self._decoder.forget()
+        self._conversations = Conversations()
         self._cache_is_old = True
         if self._settings.sleep_level == 2:
             self._released.release(self._decoder.model.parameters())
@@ -367,6 +386,7 @@ class HfEngine:
         load(staged, self._tensors)
         self._version = staged.manifest.policy_version
         self._cache_is_old = self._cache_is_old or in_flight != "keep"
+        self._decoder.free(self._conversations.drop(None))
         self._drained, self._paused = None, False
         for request in self._held:
             self._waiting.extend(request.sequences)
@@ -375,20 +395,26 @@ class HfEngine:
     def _pass(self) -> None:
         if self._cache_is_old:
             self._decoder.clear()
-            self._read(self._running)
+            for s in self._running:
+                s.row, s.num_held, s.begin, s.turns = None, 0, len(s.tokens), []
             self._cache_is_old = False
         self._admit()
-        running, scale = self._running, self._decoder.model.transform.scale
-        versions = [s.request.version for s in running]
+        self._read()
+        running = self._running
         drawn = self._decoder.step(
             _rows(running),
-            [s.tokens[-1] for s in running],
-            [len(s.tokens) - 1 for s in running],
-            versions,
-            then=lambda logits, places: _sample(logits, [running[i] for i in places], scale=scale),
+            [s.tokens[s.num_held] for s in running],
+            [s.num_held for s in running],
+            [s.request.version for s in running],
+            then=self._drawn,
         )
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
-        for s, (token, logprob, kept) in zip(running, drawn, strict=True):
+        for s, draw in zip(running, drawn, strict=True):
+            s.num_held += 1
+            heard = passed.setdefault(s.request.loop, [])
+            if draw is None:
+                continue
+            token, logprob, kept = draw
             version = self._version if s.request.version is None else s.request.version
             s.tokens.append(token)
             if s.request.top_k:
@@ -399,14 +425,13 @@ class HfEngine:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.num_wanted:
                 s.finish_reason = "length"
-            sampled = Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason))
-            passed.setdefault(s.request.loop, []).append(sampled)
+            heard.append(Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason)))
             if s.request.heard is not None:
                 _tell(s.request.loop, s.request.heard, s.index, [token], [logprob], version)
         for loop, sampled in passed.items():
             _tell(loop, self.progress.passed, time.monotonic(), sampled)
         ended = [s for s in running if s.finish_reason]
-        self._end(ended)
+        self._end(ended, may_go_on=True)
         for request in {s.request.id: s.request for s in ended}.values():
             if all(s.finish_reason for s in request.sequences):
                 _answer(request.answer, functools.partial(_completions, request))
@@ -423,23 +448,76 @@ class HfEngine:
             begun.append(self._waiting.popleft())
         if not begun:
             return
-        # Each prompt is read once, and copied for the other completions of it. Its last token is read by the next pass.
+        for s in begun:
+            if len(s.request.sequences) == 1:
+                self._go_on(s)
+        self._make_room()
+        # Each prompt is read once, and copied for the other completions of it.
         first = {s.request.id: s for s in reversed(begun)}
-        self._read(list(first.values()))
+        self._running += first.values()
+        self._read()
         others = [s for s in begun if s is not first[s.request.id]]
         for s, row in zip(others, self._decoder.copy(_rows(first[s.request.id] for s in others)), strict=True):
-            s.row = row
-        self._running += begun
+            s.row, s.num_held = row, s.begin - 1
+        self._running += others
 
-    def _read(self, sequences: list[_Sequence]) -> None:
-        rows = self._decoder.prefill([s.tokens[:-1] for s in sequences], [s.request.version for s in sequences])
-        for s, row in zip(sequences, rows, strict=True):
-            s.row = row
+    def _go_on(self, s: _Sequence) -> None:
+        """With what is there of the conversation that its prompt goes on from."""
+        conversation = self._conversations.taken(s.tokens, s.request.version)
+        if conversation is None:
+            return
+        if conversation.row is not None:
+            s.row, s.num_held = conversation.row, conversation.turns[-1][1] - 1
+        if s.row is not None or s.request.is_seeded:
+            s.turns = conversation.turns
 
-    def _end(self, sequences: list[_Sequence]) -> None:
-        self._decoder.free(_rows(sequences))
+    def _make_room(self) -> None:
+        """For what passes may need, from the conversations that wait."""
+        room = self._decoder.room_aside(self.cache_tokens // BLOCK)
+        self._decoder.free(self._conversations.make_room(room))
+
+    def _read(self) -> None:
+        """All that is to be read before the next pass, which reads one token of each sequence."""
+        reading = [s for s in self._running if s.row is None or s.num_held < s.read_end]
+        if not reading:
+            return
+        new = [s for s in reading if s.row is None]
+        for s, row in zip(new, self._decoder.rows(len(new)), strict=True):
+            s.row = row
+        self._decoder.read(
+            _rows(reading),
+            [s.tokens[: s.read_end] for s in reading],
+            [s.num_held for s in reading],
+            [s.request.version for s in reading],
+        )
+        for s in reading:
+            s.num_held = s.read_end
+
+    def _drawn(self, logits: torch.Tensor, places: Sequence[int]) -> list[tuple[int, float, list[int]] | None]:
+        """Tokens for these of the running sequences: none for those whose next token is known."""
+        sequences = [self._running[place] for place in places]
+        at_end = [i for i, s in enumerate(sequences) if s.num_held == len(s.tokens) - 1]
+        drawn: list[tuple[int, float, list[int]] | None] = [None] * len(sequences)
+        if at_end:
+            own = logits if len(at_end) == len(sequences) else logits[at_end]
+            sampled = _sample(own, [sequences[i] for i in at_end], scale=self._decoder.model.transform.scale)
+            for i, draw in zip(at_end, sampled, strict=True):
+                drawn[i] = draw
+        return drawn
+
+    def _end(self, sequences: list[_Sequence], *, may_go_on: bool = False) -> None:
+        """They do not run any more. The last answers of conversations may be gone on from."""
         ended = set(map(id, sequences))
         self._running = [s for s in self._running if id(s) not in ended]
+        alone = [s for s in sequences if may_go_on and len(s.request.sequences) == 1]
+        if len(alone) < len(sequences):
+            self._decoder.free(_rows(s for s in sequences if not may_go_on or len(s.request.sequences) > 1))
+        self._decoder.set_aside(_rows(alone))
+        for s in alone:
+            turns = [*s.turns, (s.begin, len(s.tokens))]
+            conversation = Conversation(turns, s.row, s.request.is_seeded)
+            self._decoder.free(self._conversations.keep(s.tokens, conversation, s.request.version))
+        self._make_room()
 
     def _score(self, canary: Canary, version: int | None) -> CanaryGap:
         # With a cache of its own: requests continue afterwards.

@@ -67,19 +67,28 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "heads", "kv_heads", "longest"), [(1, 4, 4, 45), (2, 4, 4, 45), (3, 7, 1, 400)])
+def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
+    number: int, heads: int, kv_heads: int, longest: int, tmp_path: Path
+) -> None:
     """To the last bit: alone, and among a hundred others of other lengths."""
-    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_key_value_heads": 4, "head_dim": 48, "vocab_size": 304}
-    folder = save(tmp_path / "model", "qwen2", **sizes)
-    sequences = [[3 + (7 * i + t * t) % 40 for t in range(6 + i % 40)] for i in range(101)]
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "head_dim": 48, "vocab_size": 304}
+    folder = save(
+        tmp_path / "model",
+        "qwen2",
+        **sizes,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+    )
+    sequences = [[3 + (7 * i + t * t) % 40 for t in range(6 + 7 * i % (longest - 6))] for i in range(101)]
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         with PassThreads(number) as threads, torch.inference_mode():
             cpu = torch.device("cpu")
             with torch.inference_mode(False):
-                decoder = load_decoder(folder, max_length=64, device=cpu, dtype=torch.float32, threads=threads)
+                decoder = load_decoder(folder, max_length=512, device=cpu, dtype=torch.float32, threads=threads)
 
             def logits_of(sequences: list[list[int]]) -> torch.Tensor:
                 own = decoder.beside()
