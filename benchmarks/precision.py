@@ -119,9 +119,7 @@ async def loaded(engine: Any, publication: Publication, change: Any = None) -> l
     await engine.load_weights(staged, in_flight="recompute")
     canary, gaps = manifest.canary, []
     if hasattr(engine, "_decoder"):
-        from leeway.engines.hf_decode import Decoder
-
-        scored = await engine._call(lambda: Decoder(engine._decoder.model).score(canary.prompts.scored))
+        scored = await engine._call(lambda: engine._decoder.beside().score(canary.prompts.scored))
     else:
         scored = []
         for sequence in canary.prompts.scored:
