@@ -19,7 +19,7 @@ import torch
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
 from ..trainer.scoring import ScoringModel, is_packed, pass_arguments
-from .hf_cache import BLOCK, BlockPool, ReadAttention, Row, TokenAttention, num_blocks
+from .hf_cache import BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
 
 if TYPE_CHECKING:
@@ -154,13 +154,13 @@ class Decoder:
         return min(self._pools, key=lambda pool: len(pool.rows))
 
     def _read(self, given: Sequence[tuple[Row, Sequence[int], int]], versions: Versions) -> torch.Tensor:
-        """Hidden states [R, T, D] of one pass over what is new in sequences, padded to whole blocks.
+        """Hidden states [R, T, D] of one pass over what is new in sequences, padded to one length.
 
         `given`: of each, its row, which has room, all of its tokens, and the first one that is new.
         """
         rows, sequences, starts = zip(*given, strict=True)
         lengths = [len(s) - start for s, start in zip(sequences, starts, strict=True)]
-        tokens = torch.zeros(len(rows), BLOCK * num_blocks(max(lengths)), dtype=torch.int64)
+        tokens = torch.zeros(len(rows), _padded(max(lengths)), dtype=torch.int64)
         for row, sequence, start in zip(tokens, sequences, starts, strict=True):
             row[: len(sequence) - start] = torch.tensor(sequence[start:], dtype=torch.int64)
         # What pads stands at the last position, so that no position is beyond what the model knows.
@@ -192,7 +192,7 @@ class Decoder:
     def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
         """Places in `rows` of those that each thread computes, which it then has in its pool."""
         # So many rows for a thread that all but the last have whole steps of `LEAST_ROWS`.
-        most = -(-len(rows) // (LEAST_ROWS * len(self._pools))) * LEAST_ROWS
+        most = _padded(-(-len(rows) // len(self._pools)))
         shares = [[i for i, row in enumerate(rows) if row.pool is pool] for pool in self._pools]
         fullest = sorted(range(len(shares)), key=lambda i: -len(shares[i]))
         room = dict.fromkeys(fullest[: -(-len(rows) // most)], most)
@@ -273,20 +273,23 @@ class Decoder:
 def _chunks(
     rows: Sequence[Row], sequences: Sequence[Sequence[int]], starts: Sequence[int], num_threads: int
 ) -> list[list[int]]:
-    """Places of those that are read in one pass: of one pool, with as many blocks, old and new, and not too many
-    tokens, so that each thread has some. Those with nothing new are not read.
+    """Places of those that are read in one pass: of one pool, with as many new tokens, padding included, and as many
+    blocks, and not too many tokens, so that each thread has some. Those with nothing new are not read.
     """
     alike: dict[tuple[int, int, BlockPool], list[int]] = {}
     for i, (row, sequence, start) in enumerate(zip(rows, sequences, starts, strict=True)):
         if len(sequence) > start:
-            alike.setdefault((num_blocks(len(sequence) - start), len(row.blocks), row.pool), []).append(i)
-    num_new = sum(BLOCK * width * len(places) for (width, _, _), places in alike.items())
-    most = min(PREFILL_TOKENS, num_new) // num_threads
+            alike.setdefault((_padded(len(sequence) - start), len(row.blocks), row.pool), []).append(i)
+    most = min(PREFILL_TOKENS, sum(width * len(places) for (width, _, _), places in alike.items())) // num_threads
     chunks = []
     for (width, _, _), places in alike.items():
-        at_once = max(1, most // (BLOCK * width))
+        at_once = max(1, most // width)
         chunks += [places[i : i + at_once] for i in range(0, len(places), at_once)]
     return chunks
+
+
+def _padded(number: int) -> int:
+    return -(-number // LEAST_ROWS) * LEAST_ROWS
 
 
 @torch.inference_mode()
