@@ -1,9 +1,10 @@
 """A model of transformers that reads prompts and generates many responses token by token.
 
 The model is the trainer's own (`trainer.families.load_model`), with the attention that the trainer gives it. Here that
-attention keeps each row's keys and values (`hf_cache`); a row belongs to one thread (`hf_threads`), which has at least
-`LEAST_ROWS` of them. In float32 on a CPU a row's numbers are then the same to the last bit, whatever else is in the
-pass: on one thread, matrix products of a few rows and of many round alike, and so do sums that end with zeros.
+attention keeps each row's keys and values (`hf_cache`); a pass is computed by as many threads as it has work for, each
+with rows of its own (`hf_threads`), at least `LEAST_ROWS`, padding included. In float32 on a CPU a row's numbers are
+then the same to the last bit, whatever else is in the pass: on one thread, matrix products of a few rows and of many
+round alike, and so do sums that end with zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
-from ..trainer.scoring import ScoringModel, is_packed, pass_arguments
+from ..trainer.scoring import ScoringModel, is_packed, output_head, pass_arguments
 from .hf_cache import BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
 
@@ -29,6 +30,8 @@ T = TypeVar("T")
 Versions = Sequence[int | None]
 """Of each row, the adapter that it is computed under; () where the model has none."""
 LEAST_ROWS = 8
+LEAST_WORK = 40e6
+"""Multiplications in each layer that a thread is worth: threads that call small operations wait for each other."""
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, that prompts are read with at a time, by all threads together."""
 
@@ -72,6 +75,7 @@ class Decoder:
         self.device = model.lm.device
         self._pools = [BlockPool() for _ in range(threads.number)]
         self._waiting = BlockPool()
+        self._weights_per_layer = _weights_per_layer(model)
         self._heads = HeadInputs()
 
     @property
@@ -116,8 +120,9 @@ class Decoder:
             self._emptiest().take(waiting)
         for row, sequence in zip(rows, sequences, strict=True):
             row.pool.extend([row], [len(sequence)])
+        num_new = sum(map(len, sequences)) - sum(starts)
         works = []
-        for chunk in _chunks(rows, sequences, starts, self.threads.number):
+        for chunk in _chunks(rows, sequences, starts, self._threads_for(num_new)):
             given = [(rows[i], sequences[i], starts[i]) for i in chunk]
             own = [versions[i] for i in chunk] if versions else ()
             works.append(functools.partial(self._read, given, own))
@@ -149,6 +154,10 @@ class Decoder:
         """Blocks that those set aside may have, of so many for all."""
         self._waiting.most = max(0, num_blocks - sum(pool.room for pool in self._pools))
         return self._waiting.most
+
+    def _threads_for(self, num_tokens: int) -> int:
+        """That a pass over so many tokens is divided among. It changes no number."""
+        return max(1, min(self.threads.number, int(num_tokens * self._weights_per_layer / LEAST_WORK)))
 
     def _emptiest(self) -> BlockPool:
         return min(self._pools, key=lambda pool: len(pool.rows))
@@ -192,7 +201,7 @@ class Decoder:
     def _shares(self, rows: Sequence[Row]) -> list[list[int]]:
         """Places in `rows` of those that each thread computes, which it then has in its pool."""
         # So many rows for a thread that all but the last have whole steps of `LEAST_ROWS`.
-        most = _padded(-(-len(rows) // len(self._pools)))
+        most = _padded(-(-len(rows) // self._threads_for(len(rows))))
         shares = [[i for i, row in enumerate(rows) if row.pool is pool] for pool in self._pools]
         fullest = sorted(range(len(shares)), key=lambda i: -len(shares[i]))
         room = dict.fromkeys(fullest[: -(-len(rows) // most)], most)
@@ -290,6 +299,12 @@ def _chunks(
 
 def _padded(number: int) -> int:
     return -(-number // LEAST_ROWS) * LEAST_ROWS
+
+
+def _weights_per_layer(model: ScoringModel) -> float:
+    outside = {id(model.lm.get_input_embeddings().weight), id(output_head(model.lm).weight)}
+    num_weights = sum(p.numel() for p in model.lm.parameters() if id(p) not in outside)
+    return num_weights / model.lm.config.get_text_config().num_hidden_layers
 
 
 @torch.inference_mode()

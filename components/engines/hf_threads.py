@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -25,15 +25,15 @@ START_S = 60.0
 
 
 class PassThreads:
-    """`number` threads, on the cores of the thread that makes this. With one, work is done where it is asked for."""
+    """`number` threads, on the cores of the thread that makes this, and works with them: it is the first of them."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self._pool = None
         if number > 1:
-            self._pool = ThreadPoolExecutor(number, thread_name_prefix="leeway-pass")
-            started = threading.Barrier(number, timeout=START_S)
-            for ready in [self._pool.submit(_on_one_core, started) for _ in range(number)]:
+            self._pool = ThreadPoolExecutor(number - 1, thread_name_prefix="leeway-pass")
+            started = threading.Barrier(number - 1, timeout=START_S)
+            for ready in [self._pool.submit(_on_one_core, started) for _ in range(number - 1)]:
                 ready.result()
             torch.set_num_threads(number)  # of the threads that have none yet: the last number that was set is theirs
 
@@ -41,11 +41,15 @@ class PassThreads:
         """What they return, in their order; raises what the first of them raised, once all have ended."""
         if self._pool is None:
             return [work() for work in works]
-        asked = [self._pool.submit(_inferring, work) for work in works]
-        failures = [error for future in asked if (error := future.exception()) is not None]
-        if failures:
-            raise failures[0]
-        return [future.result() for future in asked]
+        asked = [self._pool.submit(_inferring, work) for work in works[1:]]
+        torch.set_num_threads(1)
+        try:
+            # Not by another thread, even if it is the only one: what the last pass left in this core's cache is of use.
+            own = [_inferring(work) for work in works[:1]]
+        finally:
+            torch.set_num_threads(self.number)
+            wait(asked)
+        return [*own, *(future.result() for future in asked)]
 
     def __enter__(self) -> PassThreads:
         return self
