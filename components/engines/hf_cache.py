@@ -82,22 +82,26 @@ class BlockPool:
 
     def extend(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
         """Room for so many tokens in each of these rows; what is there stays."""
+        first = self._added(rows, lengths)
+        if first < self.num_used:
+            for layer in self._layers:
+                for x in layer:  # what an earlier row left, were it not a number, would spoil what is masked too
+                    x[first : self.num_used] = 0
+
+    def _added(self, rows: Sequence[Row], lengths: Sequence[int]) -> int:
+        """The same, with anything in the new blocks; returns the first of them."""
         first = self.num_used
         for row, length in zip(rows, lengths, strict=True):
             for number in range(len(row.blocks), num_blocks(length)):
                 row.blocks.append(len(self._owners))
                 self._owners.append((row, number))
-        if self.num_used == first:
-            return
         if self.num_used > self._room:
             ahead = self._room * 3 // 2
             self._room = max(self.num_used, ahead if self.most is None else min(ahead, self.most))
             for index, (keys, values) in enumerate(self._layers):  # in place: only one layer is there twice
                 self._layers[index] = self._grown(keys, first), self._grown(values, first)
                 del keys, values
-        for layer in self._layers:
-            for x in layer:  # what an earlier row left, were it not a number, would spoil what is masked too
-                x[first : self.num_used] = 0
+        return first
 
     def _grown(self, old: torch.Tensor, num_used: int) -> torch.Tensor:
         new = old.new_zeros(self._room, *old.shape[1:])
@@ -106,15 +110,20 @@ class BlockPool:
 
     def copy(self, sources: Sequence[Row]) -> list[Row]:
         """New rows with what these hold, which may lie in other pools."""
-        rows = self.add([len(s.blocks) * BLOCK for s in sources])
-        for pool in {s.pool for s in sources}:
-            pairs = [(s, row) for s, row in zip(sources, rows, strict=True) if s.pool is pool]
-            theirs = [block for s, _ in pairs for block in s.blocks]
-            ours = [block for _, row in pairs for block in row.blocks]
+        copies = {id(source): [] for source in sources}
+        for pool in dict.fromkeys(source.pool for source in sources):
+            own = [source for source in sources if source.pool is pool]
+            rows = [Row(self) for _ in own]
+            first = self._added(rows, [len(source.blocks) * BLOCK for source in own])
+            blocks = torch.tensor([block for source in own for block in source.blocks], dtype=torch.int64)
             for index, layer in enumerate(pool._layers):
                 for x, source in zip(self.layer(index, *layer), layer, strict=True):
-                    x[ours] = source[theirs]
-        return rows
+                    old = source[:first] if pool is self else source
+                    torch.index_select(old, 0, blocks.to(x.device), out=x[first : self.num_used])
+            self.rows.update(rows)
+            for source, row in zip(own, rows, strict=True):
+                copies[id(source)].append(row)
+        return [copies[id(source)].pop() for source in sources]
 
     def take(self, rows: Sequence[Row]) -> None:
         """Have these rows, which lie in other pools, here instead."""
@@ -135,9 +144,10 @@ class BlockPool:
         free = [block for block in sorted(gone) if block < left]
         moving = [block for block in range(left, self.num_used) if block not in gone]
         if moving:
+            targets, sources = torch.tensor(free), torch.tensor(moving)
             for layer in self._layers:
                 for x in layer:
-                    x[free] = x[moving]
+                    x.index_copy_(0, targets.to(x.device), x.index_select(0, sources.to(x.device)))
         for source, target in zip(moving, free, strict=True):
             row, number = self._owners[target] = self._owners[source]
             row.blocks[number] = target
