@@ -14,7 +14,7 @@ import pytest
 
 from leeway.driver import EvalPoint
 
-from ..forked import Forked
+from ..forked import GIVES_MEMORY_BACK, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,12 +32,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-PUBLISH = """
-import ctypes, runpy, sys
+PUBLISH = f"""
+{GIVES_MEMORY_BACK}
+import runpy, sys
 
-libc = ctypes.CDLL("libc.so.6")
-for setting, value in ((-8, 1), (-1, 2**20), (-3, 2**20)):  # arenas, and from which size on freed blocks are given back
-    libc.mallopt(setting, value)
 sys.path.insert(0, "benchmarks")
 runpy.run_path("benchmarks/publish.py", run_name="__main__")
 """
@@ -45,10 +43,7 @@ runpy.run_path("benchmarks/publish.py", run_name="__main__")
 
 @pytest.mark.slow
 def test_publishing_takes_a_copy_of_each_ranks_shards_and_one_bucket_on_rank_0():
-    """As the benchmark measures it; the whole model is nine buckets of 16 MB.
-
-    The C library keeps freed blocks of such sizes for itself, some or all: it is told not to, or they would be counted.
-    """
+    """As the benchmark measures it; the whole model is nine buckets of 16 MB."""
     arguments = ["--shape=medium", "--dtype=float32", "--bucket-mb=16", "--repeats=1", "--groups=0"]
     process = Forked(PUBLISH, *arguments, "--canary-tokens=16", cwd=ROOT)
     said = process.communicate()
