@@ -48,8 +48,8 @@ sys.modules["leeway.monitor.curves"] = types.SimpleNamespace(draw_curves=lambda 
 import leeway.driver.speeds
 leeway.driver.speeds.BUDGET_S = 0.0
 """
-"""To draw a run's curves at its end takes as long as all else that a small run's driver does; to measure its speeds again
-and again until the best is found, as long as its steps.
+"""To draw a run's curves at its end takes as long as all else that a small run's driver does; to look for the best of
+several speeds, as long as its steps.
 """
 
 AT_START = frozenset(os.environ)
