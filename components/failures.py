@@ -19,6 +19,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class EachCharacter(dict[int, str]):
+    """For `str.translate`: what `as_text` makes of each character, remembered for some thousands of them."""
+
+    def __init__(self, as_text: Callable[[str], str]) -> None:
+        super().__init__()
+        self._as_text = as_text
+
+    def __missing__(self, code: int) -> str:
+        text = self._as_text(chr(code))
+        if len(self) < MOST_REMEMBERED:
+            self[code] = text
+        return text
+
+
+MOST_REMEMBERED = 10_000
+
+
 def printable(text: str) -> str:
     """The same text for a terminal or a log: what has no shape, but line ends and tabs, is written as an escape.
 
@@ -28,7 +45,10 @@ def printable(text: str) -> str:
     text = redacted(text)
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return text.translate(_PRINTABLE)
+
+
+_PRINTABLE = EachCharacter(lambda c: c if c.isprintable() or c in "\n\t" else repr(c)[1:-1])
 
 
 class Kind(IntEnum):

@@ -159,7 +159,9 @@ def the_same_numbers_in_any_order() -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        # At each call, torch keeps a stack trace for every kind of device that nothing has used yet.
+        seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
+        seed(0)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

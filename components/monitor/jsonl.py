@@ -15,9 +15,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..failures import EachCharacter
 from .sink import Record, Sink
-
-_NOT_ASCII = re.compile(r"[^\x20-\x7e]")
 
 
 class JsonlSink(Sink):
@@ -89,12 +88,16 @@ def as_line(value: Any) -> str:
     JSON itself escapes a terminal's ESC, but not its one-character form, and no mark of text direction.
     """
     text = json.dumps(finite_or_null(value), allow_nan=False, ensure_ascii=False)
-    return text if text.isprintable() else _NOT_ASCII.sub(_escaped, text)
+    return text if text.isprintable() else text.translate(_ESCAPED)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    c = found[0]
-    return c if c.isprintable() else f"\\u{ord(c):04x}" if c <= "\uffff" else json.dumps(c)[1:-1]
+def _escaped(c: str) -> str:
+    if c.isprintable():
+        return c
+    return f"\\u{ord(c):04x}" if c <= "\uffff" else json.dumps(c)[1:-1]
+
+
+_ESCAPED = EachCharacter(_escaped)
 
 
 def write_text_atomically(path: Path, text: str) -> None:

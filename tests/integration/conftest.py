@@ -42,11 +42,15 @@ QUICKSTART = (
     "monitor.console=plain",
 )
 LEEWAY = "from leeway.cli.main import main; main()"
-NO_PICTURE = """
+IN_SHORT = """
 import sys, types
 sys.modules["leeway.monitor.curves"] = types.SimpleNamespace(draw_curves=lambda *_, **__: False)
+import leeway.driver.speeds
+leeway.driver.speeds.BUDGET_S = 0.0
 """
-"""To draw a run's curves at its end takes as long as all else that a small run's driver does."""
+"""To draw a run's curves at its end takes as long as all else that a small run's driver does; to look for the best of
+several speeds, as long as its steps.
+"""
 
 AT_START = frozenset(os.environ)
 
@@ -77,7 +81,7 @@ class Started:
     """A `leeway` command that is under way, in a process group of its own. What it starts bears a mark.
 
     `anew`: by an interpreter that has imported nothing. Otherwise it and its fork server are forked from processes that
-    have (`forked`, `fork_servers`), and it draws no curves.
+    have (`forked`, `fork_servers`), it draws no curves, and measures each speed once.
     """
 
     def __init__(self, args: list[str], *, cwd: Path, run_dir: Path, anew: bool = False) -> None:
@@ -95,7 +99,7 @@ class Started:
                     command, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True
                 )
             else:
-                code = f"{NO_PICTURE}\n{fork_servers.USE}\n{LEEWAY}"
+                code = f"{IN_SHORT}\n{fork_servers.USE}\n{LEEWAY}"
                 streams = {"stdin": 0, "stdout": log, "stderr": log, "more": fork_servers.descriptors()}
                 self.process = Forked(code, *args, cwd=cwd, env=env, start_new_session=True, **streams)
 

@@ -25,7 +25,7 @@ async def agrees(task, text, *, models):
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long("the other engine"))])
 def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_when_the_driver_is_killed(
-    start: Any, from_untrained: list[str], untrained: Path, tmp_path: Path, engine: str
+    start: Any, from_untrained: list[str], of_sums: list[str], untrained: Path, tmp_path: Path, engine: str
 ) -> None:
     own = "{name: hf}" if engine == "hf" else "{enforce_eager: true}"
     plugins = tmp_path / "elsewhere"
@@ -35,6 +35,7 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
     command = start(
         "async_rl",
         *from_untrained,
+        *of_sums,
         ANY_ENGINE,
         f"plugins=[{plugins}]",
         "env.rewards={exact_match: 0, 'asks_another:agrees': 1}",

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_a_training_loop_of_ones_own_gets_each_group_once_and_within_the_bound(
-    start: Any, from_untrained: list[str]
+    start: Any, from_untrained: list[str], of_sums: list[str]
 ) -> None:
     sizes = ("train.steps=6", "train.groups_per_step=8", "algorithm.group_size=4", "eval.num_tasks=8")
     overrides = (ANY_ENGINE, *DIGITS_LAST, *sizes, "monitor.rollouts_per_step=100")
-    run = start(OWN_LOOP, *from_untrained, *overrides).wait(600)
+    run = start(OWN_LOOP, *from_untrained, *of_sums, *overrides).wait(600)
     assert run.code == 0, run.output
     assert run.summary["steps"] == 6
     assert max(run.series("train/policy_lag/max")) in (1, 2)

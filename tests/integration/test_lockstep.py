@@ -44,8 +44,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def from_untrained(from_untrained: list[str], engine: str) -> list[str]:
-    return [*from_untrained, *DIGITS_LAST, f"rollout.engine.name={engine}"]
+def from_untrained(from_untrained: list[str], of_sums: list[str], engine: str) -> list[str]:
+    return [*from_untrained, *of_sums, *DIGITS_LAST, f"rollout.engine.name={engine}"]
 
 
 @pytest.fixture(scope="module")

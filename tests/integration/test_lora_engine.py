@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from leeway.config.inputs import LoraConfig
 from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.failures import Refused
@@ -138,14 +137,10 @@ def test_an_adapter_in_another_slot_is_another_function(scene: Scene) -> None:
     scene.run(run())
 
 
-@pytest.mark.slow
-def test_a_target_that_vllm_has_no_layer_for_is_refused_when_it_starts(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+def test_a_target_that_vllm_has_no_layer_for_is_refused_by_name(
+    scene: Scene, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from leeway.trainer import lora
-
-    found = lora.published_targets
-    monkeypatch.setattr(lora, "published_targets", lambda *given: [*found(*given), "model.layers.1.mlp.router"])
-    settings = settings_for(publisher.folder, options=VLLM_OPTIONS, lora=LoraConfig(rank=2, target_modules=["q_proj"]))
+    """As when an engine starts, whose processes are asked for places before they get the first version."""
+    monkeypatch.setattr(scene.engine, "_targets", [*scene.engine._targets, "model.layers.1.mlp.router"])
     with pytest.raises(Refused, match=r"got model\.layers\.1\.mlp\.router and 0 others .* rollout\.engine\.name=hf$"):
-        asyncio.run(VllmEngine.start(settings))
+        scene.run(scene.engine._hold_adapters(LORA, str(publisher.folder)))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from leeway.transports.delta import Delta
 from leeway.transports.transport import NotKept, WeightTransport
 from leeway.weights import Publication, WeightSyncError
 
+from ..forked import Forked
 from ..transport_contract import SIZES, Synced, received, send, version
 
 WHOLE, LARGE = sum(SIZES), 1 << 26
@@ -57,10 +56,7 @@ class OtherEnd:
     """A broadcast's end in a process of its own, which does as it is told."""
 
     def __init__(self, backend: str, *, delta: bool = False, timeout_s: float = 200.0) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OTHER_END], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
-        )
+        self.process = Forked(OTHER_END)
         self._write((backend, delta, timeout_s))
 
     def ask(self, verb: str, given: Any) -> None:
@@ -68,7 +64,7 @@ class OtherEnd:
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
-        return pickle.loads(bytes.fromhex(self.process.stdout.readline()))
+        return pickle.loads(bytes.fromhex(self.process.stdout.readline().decode()))
 
     def send(self, number: int) -> Publication:
         self.ask("send", number)
@@ -80,16 +76,20 @@ class OtherEnd:
     def stop(self) -> None:
         """Returns when none of its threads runs."""
         self.signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        until(lambda: {_state(task) for task in Path(f"/proc/{self.process.pid}/task").iterdir()} == {"T"})
 
     def _write(self, value: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(pickle.dumps(value).hex() + "\n")
+        self.process.stdin.write(f"{pickle.dumps(value).hex()}\n".encode())
         self.process.stdin.flush()
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait(200)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,20 @@ from leeway.config import find_recipe, plan_run
 from leeway.driver.memory import GIB, Cluster, fit, processes_of, remedies, split_of
 from leeway.driver.models import SHAPES, shape_named, shape_of
 
+from ..forked import GIVES_MEMORY_BACK, Forked
+
+MEASURE = f"""
+{GIVES_MEMORY_BACK}
+import multiprocessing, runpy, sys, tempfile
+
+sys.path.insert(0, "benchmarks")
+benchmark = runpy.run_path("benchmarks/memory.py")
+with tempfile.TemporaryDirectory() as folder:
+    maker = multiprocessing.get_context("fork").Process(target=benchmark["make_model"], args=("medium", 128, folder))
+    maker.start()
+    maker.join()
+    benchmark["measure"]("medium", 128, folder, "trainer", ["train.max_tokens_per_microbatch=512"])
+"""
 NAMED: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text())
 PUBLISHED = {"qwen2.5-7b": 7_615_616_512, "qwen2.5-32b": 32_763_876_352, "qwen3-235b-a22b": 235_093_634_560}
 
@@ -169,10 +181,9 @@ def test_no_setting_is_advised_where_none_helps():
 def test_a_real_rank_holds_what_is_counted() -> None:
     """Its peak over two steps with a publication, as the benchmark measures it."""
     root = Path(__file__).resolve().parents[2]
-    sizes = ["--length", "128", "train.max_tokens_per_microbatch=512"]
-    command = [sys.executable, "benchmarks/memory.py", "--part", "trainer", *sizes]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (row,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = Forked(MEASURE, cwd=root)
+    said = process.communicate()
+    assert process.returncode == 0, said[-2000:]
+    (row,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert row["counted_mb"] > 500
     assert row["measured_mb"] == pytest.approx(row["counted_mb"], rel=0.15), row
