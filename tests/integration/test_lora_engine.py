@@ -144,3 +144,17 @@ def test_a_target_that_vllm_has_no_layer_for_is_refused_by_name(
     monkeypatch.setattr(scene.engine, "_targets", [*scene.engine._targets, "model.layers.1.mlp.router"])
     with pytest.raises(Refused, match=r"got model\.layers\.1\.mlp\.router and 0 others .* rollout\.engine\.name=hf$"):
         scene.run(scene.engine._hold_adapters(LORA, str(publisher.folder)))
+
+
+def test_an_engine_that_refuses_its_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[VllmEngine] = []
+
+    async def refuses(*_: Any) -> None:
+        raise Refused("no place for an adapter")
+
+    monkeypatch.setattr(VllmEngine, "__init__", lambda *_: None)
+    monkeypatch.setattr(VllmEngine, "_hold_adapters", refuses)
+    monkeypatch.setattr(VllmEngine, "shutdown", lambda engine: ended.append(engine))
+    with pytest.raises(Refused, match="no place for an adapter"):
+        asyncio.run(VllmEngine.start(settings_for(Path("model"), options=VLLM_OPTIONS, lora=LORA)))
+    assert len(ended) == 1
