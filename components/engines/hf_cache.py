@@ -229,8 +229,9 @@ class TokenAttention:
         blocks = torch.tensor([block for row in rows for block in row.blocks])
         owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
         numbers = torch.arange(len(blocks)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        # Of each row, its blocks in order, and any for those that it does not have: nothing is to be seen there.
-        table = torch.zeros(len(rows), most, dtype=torch.int64)
+        # Of each row, its blocks in order, and its first one again in the place of those that it does not have: nothing
+        # is to be seen there, and of another row's block, were it not a number, something would be.
+        table = torch.tensor([row.blocks[0] for row in rows])[:, None].repeat(1, most)
         table[owners, numbers] = blocks
         # Of each block in use, its row, and where in `table` it is. Blocks of rows that are not in the pass have those
         # of another one, and nobody asks for what comes of them.

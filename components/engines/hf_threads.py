@@ -9,8 +9,9 @@ depends on how many rows there are: a seed would no longer decide a sequence's t
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
@@ -38,18 +39,23 @@ class PassThreads:
             torch.set_num_threads(number)  # of the threads that have none yet: the last number that was set is theirs
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """What they return, in their order; raises what the first of them raised, once all have ended."""
+        """What they return, in their order; raises what one of them raised, once all have ended."""
         if self._pool is None:
             return [work() for work in works]
-        asked = [self._pool.submit(_inferring, work) for work in works[1:]]
+        left = iter(enumerate(works))
+        # The first one is not for another thread, even if it is the only one: what the last pass left in this core's
+        # cache is of use.
+        first = [next(left)] if works else []
+        others = [self._pool.submit(_done, left) for _ in range(min(self.number, len(works)) - 1)]
         torch.set_num_threads(1)
         try:
-            # Not by another thread, even if it is the only one: what the last pass left in this core's cache is of use.
-            own = [_inferring(work) for work in works[:1]]
+            done = dict(_done(itertools.chain(first, left)))
         finally:
             torch.set_num_threads(self.number)
-            wait(asked)
-        return [*own, *(future.result() for future in asked)]
+            wait(others)
+        for other in others:
+            done.update(other.result())
+        return [done[i] for i in range(len(works))]
 
     def __enter__(self) -> PassThreads:
         return self
@@ -65,9 +71,9 @@ def _on_one_core(started: threading.Barrier) -> None:
     started.wait()
 
 
-def _inferring(work: Callable[[], T]) -> T:
+def _done(works: Iterable[tuple[int, Callable[[], T]]]) -> list[tuple[int, T]]:
     with torch.inference_mode():  # a mode of each thread
-        return work()
+        return [(i, work()) for i, work in works]
 
 
 class HeadInputs(threading.local):

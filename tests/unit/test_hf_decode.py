@@ -107,6 +107,28 @@ def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
 
 
 @pytest.mark.slow
+def test_a_row_that_is_not_a_number_spoils_no_other_one(tmp_path: Path) -> None:
+    folder, cpu = save(tmp_path / "model", "qwen2"), torch.device("cpu")
+    decoder = load_decoder(folder, max_length=64, device=cpu, dtype=torch.float32, threads=PassThreads(1))
+    sequences = [list(range(3, 43)), [5, 6, 7]]
+
+    def logits_of(spoil: bool) -> list[torch.Tensor]:
+        rows = decoder.prefill(sequences)
+        for layer in rows[0].pool._layers if spoil else []:
+            for x in layer:
+                x[rows[0].blocks] = float("nan")
+        logits = decoder.step(rows, [9, 9], [40, 3], then=lambda logits, _: list(logits))
+        decoder.free(rows)
+        return logits
+
+    with torch.inference_mode():
+        whole, spoiled, again = logits_of(False), logits_of(True), logits_of(False)
+    assert spoiled[0].isnan().all()
+    assert torch.equal(spoiled[1], whole[1])
+    assert torch.equal(again[0], whole[0]), "what was freed is forgotten"
+
+
+@pytest.mark.slow
 def test_a_model_with_a_state_is_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"rollout.engine.name: got hf for the model .* use vllm") as refused:
         HfEngine(settings_of(save(tmp_path / "model", "mamba", state_size=4)))
