@@ -270,7 +270,8 @@ class TokenAttention:
         if query.dtype == torch.float32:
             out = self._over_blocks(q, keys, values, mask, scaling, softcap)
         else:  # products of blocks would round scores to the type that weights have
-            out = _attention(q, *(_in_rows(x, self._table) for x in memory), mask, scaling, softcap)
+            keys, values = _in_rows(keys, self._table), _in_rows(values, self._table)
+            out = _attention(q, keys, values, mask, scaling, softcap)
         return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
 
     def _over_blocks(

@@ -333,7 +333,7 @@ def test_an_explorer_works_on_held_out_tasks_for_as_long_as_they_are_wanted(want
         stage = object.__new__(explore_stage.ExploreStage)
         stage._name = "explore"
         async with asyncio.timeout(60):
-            await stage._evaluate(SimpleNamespace(buffer=link, **generators_of(actor)))
+            await stage._evaluate(SimpleNamespace(buffer=link, **generators_of(actor)))  # type: ignore[arg-type]
 
     asyncio.run(main())
     looks, (last,) = told[:-1], told[-1:]
