@@ -6,7 +6,8 @@
 
 Tokens that are read have keys and values that differ in their last bits from those that they had when they were
 generated. So a seeded conversation that had to make room is computed again as it was: read where it was read, and a
-token at a time where it was generated. Memory decides then how long a turn takes, and no number.
+token at a time where it was generated. Memory decides then how long a turn takes, and no number. For the same reason a
+rollout goes on from its own conversations alone: whether another one has said the same by now is a matter of time.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from .hf_cache import Row
 Turn = tuple[int, int]
 """How many tokens a conversation had when an answer began, and when it ended."""
 MOST_TOKENS = 2**24
-"""That conversations are remembered with, four bytes each, whether their keys and values are there or not."""
+"""That conversations are remembered with, four bytes each, whether their keys and values are there or not. One that had
+to be forgotten is read as a whole.
+"""
 _TOKEN = array("i")
-_Said = tuple[int | None, bytes]
-"""A version, and tokens."""
+_Said = tuple[int | None, int, bytes]
+"""A version, a rollout's identity, and tokens."""
 
 
 @dataclass(eq=False)
 class Conversation:
-    """`row` has all of its tokens but the last (None: it had to make room)."""
+    """`row` has all of its tokens but the last (None: it had to make room). `rollout`: any object of its rollout."""
 
     turns: list[Turn]
     row: Row | None
     is_seeded: bool
+    rollout: object = None
 
 
 class Conversations:
@@ -47,7 +51,7 @@ class Conversations:
 
     def keep(self, tokens: Sequence[int], conversation: Conversation, version: int | None) -> list[Row]:
         """Returns rows that nobody needs any more."""
-        said = version, _packed(tokens)
+        said = version, id(conversation.rollout), _packed(tokens)
         gone = self._dropped(said)
         self._kept[said] = conversation
         self._lengths[len(tokens)] += 1
@@ -59,11 +63,11 @@ class Conversations:
             gone += self._dropped(next(iter(self._kept)))
         return gone
 
-    def taken(self, prompt: Sequence[int], version: int | None) -> Conversation | None:
-        """The longest one that `prompt` goes on from, with its row, which is the caller's from now on."""
+    def taken(self, prompt: Sequence[int], version: int | None, rollout: object = None) -> Conversation | None:
+        """The rollout's longest one that `prompt` goes on from, with its row, which is the caller's from now on."""
         packed = _packed(prompt)
         for length in sorted(self._lengths, reverse=True):
-            said = version, packed[: length * _TOKEN.itemsize]
+            said = version, id(rollout), packed[: length * _TOKEN.itemsize]
             if length < len(prompt) and (found := self._kept.get(said)) is not None:
                 taken = replace(found)
                 self._row_of(said)
@@ -91,7 +95,7 @@ class Conversations:
             return []
         gone = self._row_of(said)
         del self._kept[said]
-        length = len(said[1]) // _TOKEN.itemsize
+        length = len(said[2]) // _TOKEN.itemsize
         self._num_tokens -= length
         self._lengths[length] -= 1
         if not self._lengths[length]:

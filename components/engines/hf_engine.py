@@ -64,6 +64,7 @@ class _Request:
     heard: Heard | None = None
     version: int | None = None
     is_seeded: bool = False
+    rollout: object = None
     answer: Future[list[SampledTokens]] = field(default_factory=Future)
     sequences: list[_Sequence] = field(default_factory=list)
 
@@ -73,7 +74,8 @@ class _Sequence:
     """One completion under way. `tokens`: prompt and response; `num_wanted`: their number at the most.
 
     `num_held`: tokens whose keys and values `row` has. `begin`: tokens that there were when the answer began, or when
-    all was read anew. `turns`: of a conversation, those before, as they are to be computed, or were.
+    all was read anew. `turns`: of a conversation, those before, as they are to be computed, or were. `is_mixed`: it
+    has keys and values of two versions.
     """
 
     request: _Request
@@ -89,6 +91,7 @@ class _Sequence:
     num_held: int = 0
     begin: int = 0
     turns: list[Turn] = field(default_factory=list)
+    is_mixed: bool = False
 
     @property
     def read_end(self) -> int:
@@ -175,6 +178,7 @@ class HfEngine:
             heard=heard,
             version=version,
             is_seeded=seed is not None,
+            rollout=clock,
         )
         first = self._seeds.getrandbits(62) if seed is None else seed
         num_sampled = n if temperature else 1
@@ -386,6 +390,8 @@ class HfEngine:
         load(staged, self._tensors)
         self._version = staged.manifest.policy_version
         self._cache_is_old = self._cache_is_old or in_flight != "keep"
+        for s in self._running:
+            s.is_mixed = not self._cache_is_old
         self._decoder.free(self._conversations.drop(None))
         self._drained, self._paused = None, False
         for request in self._held:
@@ -463,7 +469,7 @@ class HfEngine:
 
     def _go_on(self, s: _Sequence) -> None:
         """With what is there of the conversation that its prompt goes on from."""
-        conversation = self._conversations.taken(s.tokens, s.request.version)
+        conversation = self._conversations.taken(s.tokens, s.request.version, s.request.rollout)
         if conversation is None:
             return
         if conversation.row is not None:
@@ -506,16 +512,16 @@ class HfEngine:
         return drawn
 
     def _end(self, sequences: list[_Sequence], *, may_go_on: bool = False) -> None:
-        """They do not run any more. The last answers of conversations may be gone on from."""
+        """They do not run any more. Conversations may go on from what is all of one version."""
         ended = set(map(id, sequences))
         self._running = [s for s in self._running if id(s) not in ended]
-        alone = [s for s in sequences if may_go_on and len(s.request.sequences) == 1]
-        if len(alone) < len(sequences):
-            self._decoder.free(_rows(s for s in sequences if not may_go_on or len(s.request.sequences) > 1))
+        alone = [s for s in sequences if may_go_on and len(s.request.sequences) == 1 and not s.is_mixed]
+        waiting = set(map(id, alone))
+        self._decoder.free(_rows(s for s in sequences if id(s) not in waiting))
         self._decoder.set_aside(_rows(alone))
         for s in alone:
             turns = [*s.turns, (s.begin, len(s.tokens))]
-            conversation = Conversation(turns, s.row, s.request.is_seeded)
+            conversation = Conversation(turns, s.row, s.request.is_seeded, s.request.rollout)
             self._decoder.free(self._conversations.keep(s.tokens, conversation, s.request.version))
         self._make_room()
 

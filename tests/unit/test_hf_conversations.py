@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from leeway.engines import hf_conversations
+from leeway.collector.clock import RolloutClock
+from leeway.collector.engine import StagedWeights
+from leeway.engines import hf_conversations, hf_engine
 from leeway.engines.hf_cache import BlockPool
 from leeway.engines.hf_conversations import Conversation, Conversations
 from leeway.engines.hf_engine import HfEngine
+from leeway.weights import Canary, CanaryPrompts, Manifest
 
 from .test_hf_decode import save, settings_of
 
@@ -135,6 +138,58 @@ def test_one_without_a_seed_is_read_anew_once_it_made_room(folder: str) -> None:
     lengths = [len(tokens) for tokens, _ in ended]
     assert talks.num_read > sum(lengths)
     talks.engine.shutdown()
+
+
+@pytest.mark.slow
+def test_a_rollout_goes_on_from_its_own_conversations_alone(folder: str) -> None:
+    """What another one said by then would be a matter of time, and has other last bits than what is read."""
+    talks = Talks(folder)
+
+    async def asked(prompt: list[int], rollout: RolloutClock) -> Any:
+        [answer] = await talks.engine.generate(
+            prompt, n=1, temperature=1.0, max_tokens=20, stop_token_ids=[1], seed=4, clock=rollout
+        )
+        return answer
+
+    async def both() -> tuple[int, int, int]:
+        one, other = RolloutClock(), RolloutClock()
+        prompt = [5, 6, 7]
+        with one, other:
+            prompt += (await asked(prompt, one)).tokens + REPLY
+            talks.num_read = 0
+            await asked(prompt, other)
+            read_by_other, talks.num_read = talks.num_read, 0
+            await asked(prompt, one)
+        return read_by_other, talks.num_read, len(prompt)
+
+    read_by_other, read_by_one, length = asyncio.run(both())
+    assert read_by_other == length - 1
+    assert read_by_one == len(REPLY)
+    talks.engine.shutdown()
+
+
+@pytest.mark.slow
+def test_keys_and_values_of_an_earlier_version_are_not_gone_on_from(folder: str) -> None:
+    talks = Talks(folder)
+    engine = talks.engine
+
+    async def over_a_load() -> list[int]:
+        asked = engine.generate([5, 6, 7], n=1, temperature=1.0, max_tokens=200, stop_token_ids=[], seed=3)
+        request = asyncio.ensure_future(asked)
+        while not await engine._call(lambda: bool(engine._running)):
+            await asyncio.sleep(0)
+        # As a load does that keeps the cache.
+        await engine._call(lambda: engine._load_staged(staged, "keep"))
+        [answer] = await request
+        return answer.tokens
+
+    staged = StagedWeights(Manifest(7, [], [], Canary(CanaryPrompts([], []), [], [], []), ""), [])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hf_engine, "load", lambda *_: None)
+        tokens = asyncio.run(over_a_load())
+    assert engine._conversations.taken([5, 6, 7, *tokens, 9], None) is None
+    assert engine._decoder._waiting.num_used == 0
+    engine.shutdown()
 
 
 def test_what_is_remembered_is_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
