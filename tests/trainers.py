@@ -196,12 +196,13 @@ def reference_logprobs(model: Any, sequence: list[int], temperature: float = 1.0
     return torch.log_softmax(model(torch.tensor([sequence])).logits[0].double() / temperature, dim=-1)
 
 
+def all_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows of a tensor of the trainer's, sharded or not (a collective)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
-        for name, p in trainer._model.named_parameters()
-        if p.grad is not None
-    }
+    return {name: all_rows(p.grad).clone() for name, p in trainer._model.named_parameters() if p.grad is not None}
 
 
 def published(trainer: Trainer) -> tuple[Manifest, list[np.ndarray], dict[str, torch.Tensor]]:

@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from .linear import linear
 
 # Tiles are never narrower than this, however many tokens there are; hidden states are wider.
 MIN_COLUMNS = 32
@@ -78,8 +79,8 @@ def head_logits(
 ) -> torch.Tensor:
     """hidden [..., D], weight [V, D], bias [V] -> logits [..., V], computed in `dtype` (None: that of the weights)."""
     if dtype is None or dtype == weight.dtype:
-        return F.linear(hidden, weight, bias)
-    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return linear(hidden, weight, bias)
+    return linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..config.inputs import ALL_LINEAR, LoraConfig
@@ -26,6 +25,7 @@ from ..failures import Refused
 from ..integrity import write_checksums
 from ..weights import BucketPlan, Manifest, TensorEntry, WeightSyncError, checksum_of, digest_of
 from .durable import sync_tree
+from .linear import linear
 from .names import PublishedNames
 from .pretrained import skeleton, tensors_of
 from .scoring import output_head
@@ -44,7 +44,7 @@ _PEFT_PREFIX = "base_model.model."
 
 def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
     """What an adapter adds to W x: x [..., in], a [rank, in], b [out, rank] -> [..., out]."""
-    return F.linear(F.linear(x, a), b) * scaling
+    return linear(linear(x, a), b) * scaling
 
 
 class LoraLinear(nn.Linear):
@@ -56,7 +56,7 @@ class LoraLinear(nn.Linear):
     is_on: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = F.linear(input, self.weight, self.bias)
+        out = linear(input, self.weight, self.bias)
         return out + low_rank(input, self.lora_A.weight, self.lora_B.weight, self.scaling) if self.is_on else out
 
 
@@ -78,18 +78,18 @@ def base_tensors(lm: nn.Module) -> dict[str, torch.Tensor]:
 def lora_targets(lm: PreTrainedModel, lora: LoraConfig) -> list[str]:
     """The modules that get an adapter, by name. Raises `Refused` in one line for what cannot have one."""
     head = output_head(lm)
-    linear = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    layers = {name: m for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     if lora.target_modules == ALL_LINEAR:
-        chosen = list(linear)
+        chosen = list(layers)
     else:
-        chosen = [name for name in linear if any(_is_called(name, target) for target in lora.target_modules)]
+        chosen = [name for name in layers if any(_is_called(name, target) for target in lora.target_modules)]
         for target in lora.target_modules:
             if not any(_is_called(name, target) for name in chosen):
-                raise Refused(_not_a_target(lm, target, linear))
+                raise Refused(_not_a_target(lm, target, layers))
     if not chosen:
         raise Refused(f"model.lora.target_modules: {type(lm).__name__} has no linear layers that could be targets")
     for name in chosen:
-        least = min(linear[name].in_features, linear[name].out_features)
+        least = min(layers[name].in_features, layers[name].out_features)
         if lora.rank > least:
             raise Refused(
                 f"model.lora.rank: got {lora.rank}, expected at most {least}, the smaller side of {name}: above it an "

@@ -163,7 +163,7 @@ class ScoringModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the output head makes of hidden states [..., D]: [..., V], neither capped nor scaled."""
         head = output_head(self.lm)
-        if self.head_dtype is None:
+        if self.head_dtype is None and type(head) is not nn.Linear:
             return head(hidden)
         assert isinstance(head, nn.Linear), "load_model refuses a head of another kind"
         return head_logits(hidden, head.weight, head.bias, self.head_dtype)

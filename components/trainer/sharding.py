@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from ..failures import Refused
+from . import linear
 from .shards import shard_of
 from .tensors import fill
 
@@ -54,9 +55,10 @@ def shard(
 ) -> ScoringModel:
     """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
-    Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32.
-    `compile_layers`: each decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights,
-    gradients and optimizer live in the CPU's memory, and a layer's weights come to the device while it computes.
+    One rank that has nothing to exchange is not sharded: its parameters are plain tensors. Computes in `compute_dtype`;
+    master weights, gradient reduction and optimizer are in float32. `compile_layers`: each decoder layer by
+    torch.compile, except its packed attention. `cpu_offload`: master weights, gradients and optimizer live in the CPU's
+    memory, and a layer's weights come to the device while it computes.
     `forward_prefetch`: weights of so many further units are gathered while one computes its forward pass. `units`: see
     `sharding_units`.
     """
@@ -71,6 +73,8 @@ def shard(
         # Training, scoring and the canary compile to separate programs, for each kind of layer. Programs beyond the
         # limit would run uncompiled.
         torch._dynamo.config.recompile_limit = max(MAX_PROGRAMS, torch._dynamo.config.recompile_limit)
+    elif mesh.device_type == "cpu":
+        linear.use_in(model.lm)
     modules = sharding_units(model.lm, units)
     for layer in decoder_layers(model.lm):
         if gradient_checkpointing:
@@ -79,9 +83,13 @@ def shard(
             # Microbatches differ only in length: the first two compile one program for all of them. If every size were
             # marked as dynamic, torch would divide every index by the size of a head.
             layer.compile()
-    for module in reversed(modules):  # those inside of others first
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # A rank that is alone, and computes in what it trains in, has nothing to gather, to cast or to reduce. FSDP would
+    # only copy all weights and all gradients, in every pass.
+    is_asked_for = cpu_offload or units is not None or forward_prefetch > 0
+    if mesh.size() > 1 or policy.param_dtype is not None or is_asked_for:
+        for module in reversed(modules):  # those inside of others first
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if forward_prefetch:
         for i, module in enumerate(modules):
             assert isinstance(module, FSDPModule), "sharded above"

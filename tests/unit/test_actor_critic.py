@@ -27,6 +27,7 @@ from leeway.types import TrainBatch
 
 from ..trainers import (
     OPTIMIZER,
+    all_rows,
     batch_of,
     end_group,
     free_address,
@@ -87,7 +88,7 @@ def _local_rows(parameter: DTensor, rank: int) -> int:
 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+    return all_rows(parameter).detach().clone()
 
 
 def weights(module: Any) -> dict[str, torch.Tensor]:
@@ -384,7 +385,7 @@ def test_the_critic_is_clipped_and_warms_up_by_itself(make):
     parameters = list(trainer._critic.model.parameters())
     clipped: list[float] = []
     trainer._critic.optimizer.register_step_pre_hook(
-        lambda *_: clipped.append(sum(float(p.grad.full_tensor().square().sum()) for p in parameters) ** 0.5)
+        lambda *_: clipped.append(sum(float(all_rows(p.grad).square().sum()) for p in parameters) ** 0.5)
     )
     said = trainer._critic._stepper.step(0)
     assert said["train/lr"] == pytest.approx(CRITIC["lr"] / 10)

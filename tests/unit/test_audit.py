@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from leeway.trainer.audit import published_weights
 from leeway.trainer.trainer import Trainer
 from leeway.types import TrainBatch
 from leeway.weights import Manifest, WeightSyncError
 
-from ..trainers import batch_of, end_group, free_address, published, random_trajectories, save_model, settings_of
+from ..trainers import (
+    all_rows,
+    batch_of,
+    end_group,
+    free_address,
+    published,
+    random_trajectories,
+    save_model,
+    settings_of,
+)
 
 VERSION = 1  # what is audited: neither the weights that the trainer began with nor those it ends with
 
@@ -35,7 +43,7 @@ class Scene:
     def own(self) -> dict[str, torch.Tensor]:
         """The trainer's weights, by name."""
         parameters = self.trainer._model.lm.named_parameters()
-        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters}
+        return {n: all_rows(p).detach().clone() for n, p in parameters}
 
 
 def scene_of(trainer: Trainer) -> Scene:

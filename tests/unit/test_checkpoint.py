@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import trainers
-from tests.trainers import free_address
+from tests.trainers import all_rows, free_address
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.grpo import PPOClip
@@ -121,7 +121,7 @@ def train(trainer: Trainer, steps: range) -> list[float]:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().full_tensor().clone() for name, p in trainer._model.named_parameters()}  # type: ignore[attr-defined]
+    return {name: all_rows(p.detach()).clone() for name, p in trainer._model.named_parameters()}
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.presets import CORRECTIONS
 
 from ..tiers import sample
-from ..trainers import batch_of, random_trajectories
+from ..trainers import all_rows, batch_of, random_trajectories
 
 f64 = torch.float64
 KINDS = ("none", "decoupled", "tis", "icepop", "mis")
@@ -270,7 +270,7 @@ def test_sequences_that_the_policy_has_left_behind_are_masked() -> None:
 
 
 def gradients(trainer) -> torch.Tensor:
-    return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
+    return torch.cat([all_rows(p.grad).flatten() for p in trainer._model.parameters() if p.grad is not None])
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests import trainers
 from tests.adapters import LORA, OPTIMIZER, AdapterContract, Scene, settings_for, step
 from tests.trainers import (
     CANARY,
+    all_rows,
     batch_of,
     end_group,
     free_address,
@@ -56,8 +57,7 @@ def make(model_path: Path, group_of_one_rank: None) -> Callable[..., Trainer]:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    own: Any = dict(trainer._model.named_parameters())
-    return {name: p.full_tensor().clone() for name, p in own.items()}
+    return {name: all_rows(p).clone() for name, p in trainer._model.named_parameters()}
 
 
 # ----------------------------------------------------------------------------------------------------- the trainer

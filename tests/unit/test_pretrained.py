@@ -237,7 +237,7 @@ reshard(model)
 result = {
     "peak": peak,
     "read": num_bytes,
-    "shard": sum(t.to_local().nbytes for t in tensors),
+    "shard": sum((t if num_ranks == 1 else t.to_local()).nbytes for t in tensors),
     "largest": max(t.nbytes for t in tensors),
     "whole": sum(t.nbytes for t in tensors),
     "logprobs": out.tolist(),

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer.export import HFWriter
@@ -24,6 +23,7 @@ from leeway.types import TrainBatch
 from leeway.weights import BucketPlan, Manifest, check_bucket, digest_of, read_bucket
 
 from ..trainers import (
+    all_rows,
     batch_of,
     free_address,
     published,
@@ -105,7 +105,7 @@ def test_every_version_is_copied_into_the_same_memory(trainer_with, monkeypatch)
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Those of now, whole."""
     named = saved_tensors(trainer._model.lm).items()
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named}
+    return {n: all_rows(t).detach().clone() for n, t in named}
 
 
 def step(trainer: Trainer, batch: TrainBatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.integrity import sealed
@@ -22,7 +21,7 @@ from leeway.trainer.names import PublishedNames
 from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 
-from ..trainers import CANARY, VOCAB, batch_of, published, random_trajectories
+from ..trainers import CANARY, VOCAB, all_rows, batch_of, published, random_trajectories
 
 GEMMA3: dict[str, Any] = {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -72,7 +71,7 @@ def in_files(folder: Path) -> dict[str, torch.Tensor]:
 
 def whole_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     tensors = saved_tensors(trainer._model.lm)
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+    return {n: all_rows(t).detach().clone() for n, t in tensors.items()}
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:

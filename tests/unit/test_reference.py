@@ -20,7 +20,7 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.reference import load_reference
 from leeway.types import TrainBatch
 
-from ..trainers import batch_of, in_pairs, random_trajectories, save_model
+from ..trainers import all_rows, batch_of, in_pairs, random_trajectories, save_model
 
 
 def objective_of(**changes) -> PolicyObjective:
@@ -28,7 +28,7 @@ def objective_of(**changes) -> PolicyObjective:
 
 
 def gradients(trainer) -> torch.Tensor:
-    return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
+    return torch.cat([all_rows(p.grad).flatten() for p in trainer._model.parameters() if p.grad is not None])
 
 
 @pytest.mark.slow

@@ -267,3 +267,16 @@ def test_the_peak_of_memory_is_reported(make):
     held = torch.ones(int((before + 0.25) * 2**28))  # more than ever before
     reported = trainer.optim_step()["train/peak_memory_gib"]
     assert before + 0.2 < reported < before + held.nbytes / 2**30 + 0.5
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_alone_is_sharded_only_where_that_does_something(make):
+    def is_sharded(**changes):
+        return any(isinstance(p, DTensor) for p in make(**changes)._model.parameters())
+
+    assert not is_sharded()
+    assert is_sharded(dtype="bfloat16")
+    assert is_sharded(cpu_offload=True)
+    assert is_sharded(forward_prefetch=1)
+    assert is_sharded(fsdp_units=["Qwen2MLP"])
+    check_close(two_steps(make, forward_prefetch=1), two_steps(make))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.trainer import StalenessError, Trainer
 
-from ..trainers import batch_of, published, random_trajectories, save_model
+from ..trainers import all_rows, batch_of, published, random_trajectories, save_model
 
 # The first step's learning rate differs from the second's, and AdamW's moments matter.
 WARMED = {"lr": 0.1, "eps": 1e-8, "warmup_steps": 2}
@@ -27,7 +26,7 @@ def two_steps(trainer: Trainer) -> tuple[list[dict[str, float]], str]:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     parameters = trainer._model.named_parameters()
-    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters}
+    return {n: all_rows(p).detach().clone() for n, p in parameters}
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Linear layers in float32 on x86 processors, by oneDNN.
+
+torch gives products of float32 to MKL there, which keeps to AVX2 on processors that are not Intel's, and rounds a row
+in several ways, by how many rows and threads there are. oneDNN, to which torch gives products of bfloat16, does
+neither: it uses AVX-512 where there is any, and from two rows on a row's numbers are always the same. torch has its
+product for float32 too, as the operator that torch.compile fuses layers into. Everywhere else, and for other types,
+these layers are torch's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+LEAST_ROWS_TO_TRANSPOSE = 1024
+"""The gradient of the input needs the weight the other way round. Laying it out anew takes as long as so many rows."""
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, computed by `linear`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def use_in(lm: nn.Module, *, least_weights: int = 0) -> None:
+    """Let `lm` compute its linear layers by `linear`, but for the output head, and for those of fewer weights.
+
+    Like FSDP, this changes the layers' class: a wrapper would change the names of their weights.
+    """
+    head = lm.get_output_embeddings()  # type: ignore[operator]
+    for module in lm.modules():
+        if type(module) is nn.Linear and module is not head and module.weight.numel() >= least_weights:
+            module.__class__ = Linear
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., D], weight [V, D], bias [V] -> [..., V], as `F.linear`."""
+    if not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and HAS_ONEDNN and x.numel()):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
+    return _product(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        for_x = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            turned = len(rows) >= LEAST_ROWS_TO_TRANSPOSE
+            for_x = _product(rows, weight.t().contiguous(), None) if turned else rows @ weight
+            for_x = for_x.view_as(x)
+        if ctx.needs_input_grad[1]:
+            for_weight = rows.t() @ inputs
+        if ctx.needs_input_grad[2]:
+            for_bias = rows.sum(0)
+        return for_x, for_weight, for_bias
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _has_onednn() -> bool:
+    on_x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return on_x86 and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+HAS_ONEDNN = _has_onednn()
