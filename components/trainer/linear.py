@@ -1,10 +1,9 @@
 """Linear layers in float32 on x86 processors, by oneDNN.
 
-torch gives products of float32 to MKL there, which keeps to AVX2 on processors that are not Intel's, and rounds a row
-in several ways, by how many rows and threads there are. oneDNN, to which torch gives products of bfloat16, does
-neither: it uses AVX-512 where there is any, and from two rows on a row's numbers are always the same. torch has its
-product for float32 too, as the operator that torch.compile fuses layers into. Everywhere else, and for other types,
-these layers are torch's own.
+torch gives products of float32 to MKL there, which is slower on processors that are not Intel's, and rounds a row in
+several ways, by how many rows and threads there are. oneDNN, to which torch gives products of bfloat16, rounds it in one
+way from two rows on. torch has its product for float32 too, as the operator that torch.compile fuses layers into.
+Everywhere else, and for other types, these layers are torch's own. Figures: docs/log.md.
 """
 
 from __future__ import annotations

@@ -11,12 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.collector.engine import EngineLost, EngineSettings, StagedWeights
-from leeway.engines.hf_decode import load_decoder
+from leeway.engines import hf_decode
+from leeway.engines.hf_decode import LEAST_WEIGHTS, load_decoder
 from leeway.engines.hf_engine import HfEngine
 from leeway.engines.hf_threads import PassThreads
 from leeway.engines.hf_weights import ModelTensors, load, read_back
 from leeway.failures import Refused
 from leeway.trainer.families import load_model
+from leeway.trainer.linear import Linear
 from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, checksum_of, digest_of, plan_buckets
 
 from ..engine_contract import engine_settings
@@ -67,11 +69,15 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "heads", "kv_heads", "longest"), [(1, 4, 4, 45), (2, 4, 4, 45), (3, 7, 1, 400)])
+@pytest.mark.parametrize(
+    ("number", "heads", "kv_heads", "longest", "least_weights"),
+    [(1, 4, 4, 45, LEAST_WEIGHTS), (2, 4, 4, 45, LEAST_WEIGHTS), (3, 7, 1, 400, LEAST_WEIGHTS), (2, 4, 2, 45, 0)],
+)
 def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
-    number: int, heads: int, kv_heads: int, longest: int, tmp_path: Path
+    number: int, heads: int, kv_heads: int, longest: int, least_weights: int, tmp_path: Path, monkeypatch
 ) -> None:
-    """To the last bit: alone, and among a hundred others of other lengths."""
+    """To the last bit: alone, and among a hundred others of other lengths. With layers by torch, and by oneDNN."""
+    monkeypatch.setattr(hf_decode, "LEAST_WEIGHTS", least_weights)
     sizes = {"hidden_size": 192, "intermediate_size": 768, "head_dim": 48, "vocab_size": 304}
     folder = save(
         tmp_path / "model",
@@ -89,6 +95,7 @@ def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
             cpu = torch.device("cpu")
             with torch.inference_mode(False):
                 decoder = load_decoder(folder, max_length=512, device=cpu, dtype=torch.float32, threads=threads)
+            assert (type(decoder.model.lm.model.layers[0].mlp.up_proj) is Linear) == (least_weights == 0)
 
             def logits_of(sequences: list[list[int]]) -> torch.Tensor:
                 own = decoder.beside()
