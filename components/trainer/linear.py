@@ -1,8 +1,8 @@
 """Linear layers in float32 on x86 processors, by oneDNN.
 
 torch gives products of float32 to MKL there, which is slower on processors that are not Intel's, and rounds a row in
-several ways, by how many rows and threads there are. oneDNN, to which torch gives products of bfloat16, rounds it in one
-way from two rows on. torch has its product for float32 too, as the operator that torch.compile fuses layers into.
+several ways, by how many rows and threads there are. oneDNN, to which torch gives products of bfloat16, rounds it in
+one way from two rows on. torch has its product for float32 too, as the operator that torch.compile fuses layers into.
 Everywhere else, and for other types, these layers are torch's own. Figures: docs/log.md.
 """
 
