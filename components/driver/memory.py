@@ -6,7 +6,7 @@
 
 P parameters over R trainer ranks: weights, gradients and AdamW's moments take 16 P / R bytes. FSDP gathers a layer (and
 the next one, ahead) in the compute type, and what is outside of layers; a rank that is alone keeps all of it gathered,
-or in float32 computes with its weights as they are (`trainer.sharding`).
+or, on a CPU in float32, computes with its weights as they are (`trainer.sharding`).
 Activations are counted from the matrices of a decoder layer, and the logits as they are tiled (`trainer.scoring`).
 `docs/planning.md` compares these numbers with measured ones.
 """
@@ -134,7 +134,7 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
     layers = shape.num_layers if shards == 1 and not train.cpu_offload else min(2, shape.num_layers)
     unit = layers * shape.layer_parameters + shape.outer_parameters
     device: dict[str, int] = {}
-    if ranks > 1 or computed < MASTER_BYTES or train.cpu_offload:
+    if ranks > 1 or on_gpu or computed < MASTER_BYTES:  # offloading is refused on a CPU
         device["gathered weights"] = computed * unit
         device["gathered gradients"] = computed * (trained if lora else shape.layer_parameters + shape.outer_parameters)
     device |= {

@@ -41,7 +41,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x [..., D], weight [V, D], bias [V] -> [..., V], as `F.linear`."""
     if not (x.dtype == weight.dtype == torch.float32 and x.is_cpu and HAS_ONEDNN and x.numel()):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
     return _product(x, weight, bias)
 

@@ -55,7 +55,7 @@ def shard(
 ) -> ScoringModel:
     """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
-    One rank that has nothing to exchange is not sharded: its parameters are plain tensors. Computes in `compute_dtype`;
+    A rank that has nothing to exchange is not sharded: its parameters are plain tensors. Computes in `compute_dtype`;
     master weights, gradient reduction and optimizer are in float32. `compile_layers`: each decoder layer by
     torch.compile, except its packed attention. `cpu_offload`: master weights, gradients and optimizer live in the CPU's
     memory, and a layer's weights come to the device while it computes.
@@ -83,10 +83,10 @@ def shard(
             # Microbatches differ only in length: the first two compile one program for all of them. If every size were
             # marked as dynamic, torch would divide every index by the size of a head.
             layer.compile()
-    # A rank that is alone, and computes in what it trains in, has nothing to gather, to cast or to reduce. FSDP would
-    # only copy all weights and all gradients, in every pass.
-    is_asked_for = cpu_offload or units is not None or forward_prefetch > 0
-    if mesh.size() > 1 or policy.param_dtype is not None or is_asked_for:
+    # A CPU rank that is alone, and computes in what it trains in, has nothing to gather, to cast or to reduce. FSDP
+    # would only copy all weights and all gradients, in every pass.
+    exchanges = mesh.size() > 1 or mesh.device_type != "cpu" or policy.param_dtype is not None
+    if exchanges or cpu_offload or units is not None or forward_prefetch:
         for module in reversed(modules):  # those inside of others first
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
         fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -45,6 +45,9 @@ def test_only_what_is_trained_has_a_gradient() -> None:
     trained = random(4, 8).requires_grad_()
     linear(x.detach(), trained).sum().backward()
     torch.testing.assert_close(trained.grad, x.detach().sum(0).expand(4, 8))
+    bias = random(4).requires_grad_()
+    linear(x.detach(), frozen, bias).sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full((4,), 3.0))
     with torch.no_grad():
         assert not linear(x, trained).requires_grad
 
