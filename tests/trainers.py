@@ -108,6 +108,10 @@ def _meetings() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="leeway-meetings-")
 
 
+SHARDED: dict[str, Any] = {"forward_prefetch": 1}
+"""Settings with which FSDP shards a rank that is alone, which it otherwise does not in float32."""
+
+
 def one_rank_trainer(path: Path, **changes: Any) -> Trainer:
     """For fixtures: `group_of_one_rank` ends what it leaves."""
     return Trainer(settings_of(path, **changes), rank=0, init_method=free_address())

@@ -19,7 +19,7 @@ import torch
 
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
-from ..trainer.linear import use_in
+from ..trainer.linear import use_onednn
 from ..trainer.scoring import ScoringModel, is_packed, output_head, pass_arguments
 from .hf_cache import BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
@@ -34,7 +34,7 @@ LEAST_ROWS = 8
 LEAST_WORK = 40e6
 """Multiplications in each layer that a thread is worth: threads that call small operations wait for each other."""
 LEAST_WEIGHTS = 1 << 18
-"""Of a layer for which `trainer.linear` pays in passes of a few rows, too."""
+"""A layer of so many weights is no slower by `trainer.linear`, even in passes of a few rows."""
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, that prompts are read with at a time, by all threads together."""
 
@@ -57,7 +57,7 @@ def load_decoder(
     except ModelRefusedError as error:
         raise Refused(_refusal(path, str(error))) from None
     model.requires_grad_(False)
-    use_in(model.lm, least_weights=LEAST_WEIGHTS)
+    use_onednn(model.lm, least_weights=LEAST_WEIGHTS)
     _prove(model, path, max_length)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

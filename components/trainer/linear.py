@@ -1,9 +1,9 @@
 """Linear layers in float32 on x86 processors, by oneDNN.
 
-torch gives products of float32 to MKL there, which is slower on processors that are not Intel's, and rounds a row in
-several ways, by how many rows and threads there are. oneDNN, to which torch gives products of bfloat16, rounds it in
-one way from two rows on. torch has its product for float32 too, as the operator that torch.compile fuses layers into.
-Everywhere else, and for other types, these layers are torch's own. Figures: docs/log.md.
+There, torch sends float32 products to MKL, which is slower on AMD processors, and rounds a row differently depending on
+how many rows and threads there are. oneDNN, which torch uses for bfloat16, rounds a row the same way whenever there are
+at least two. torch exposes its float32 product as the operator that torch.compile fuses layers into. Elsewhere, and
+for other types, these layers are plain `nn.Linear`. Figures: docs/log.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 LEAST_ROWS_TO_TRANSPOSE = 1024
-"""The gradient of the input needs the weight the other way round. Laying it out anew takes as long as so many rows."""
+"""The input's gradient needs the transposed weight. From this many rows on, oneDNN saves more than the copy costs."""
 
 
 class Linear(nn.Linear):
@@ -26,8 +26,8 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def use_in(lm: nn.Module, *, least_weights: int = 0) -> None:
-    """Let `lm` compute its linear layers by `linear`, but for the output head, and for those of fewer weights.
+def use_onednn(lm: nn.Module, *, least_weights: int = 0) -> None:
+    """Make `lm` compute its linear layers with `linear`, except the output head and layers of fewer weights.
 
     Like FSDP, this changes the layers' class: a wrapper would change the names of their weights.
     """

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from ..failures import Refused
-from . import linear
+from .linear import use_onednn
 from .shards import shard_of
 from .tensors import fill
 
@@ -74,7 +74,7 @@ def shard(
         # limit would run uncompiled.
         torch._dynamo.config.recompile_limit = max(MAX_PROGRAMS, torch._dynamo.config.recompile_limit)
     elif mesh.device_type == "cpu":
-        linear.use_in(model.lm)
+        use_onednn(model.lm)
     modules = sharding_units(model.lm, units)
     for layer in decoder_layers(model.lm):
         if gradient_checkpointing:

@@ -15,6 +15,7 @@ from leeway.types import TrainBatch
 from leeway.weights import Manifest, WeightSyncError
 
 from ..trainers import (
+    SHARDED,
     all_rows,
     batch_of,
     end_group,
@@ -80,12 +81,13 @@ def test_the_weights_of_an_older_version_give_exactly_its_logprobs(make, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, SHARDED])
 @pytest.mark.parametrize("after_publishing", [False, True])
-def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing):
+def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing, settings):
     """Whether or not a forward pass came before it, of which FSDP may still hold gathered weights."""
     results = []
     for audits in (0, 2):
-        scene = scene_of(make(max_policy_lag=9))
+        scene = scene_of(make(max_policy_lag=9, **settings))
         if after_publishing:
             published(scene.trainer)
         for _ in range(audits):

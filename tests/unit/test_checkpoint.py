@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import trainers
-from tests.trainers import all_rows, free_address
+from tests.trainers import SHARDED, all_rows, free_address
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.grpo import PPOClip
@@ -77,11 +77,11 @@ def settings_of(path: Path, **changes: Any) -> TrainerSettings:
 
 @pytest.fixture
 def make(model_path: Path, group_of_one_rank: None) -> Iterator[Callable[..., Trainer]]:
-    """make(path) -> a new trainer."""
+    """make(path, **settings) -> a new trainer."""
     threads = torch.get_num_threads()
 
-    def build(path: Path = model_path) -> Trainer:
-        return Trainer(settings_of(path), rank=0, init_method=free_address())
+    def build(path: Path = model_path, **changes: Any) -> Trainer:
+        return Trainer(settings_of(path, **changes), rank=0, init_method=free_address())
 
     yield build
     torch.set_num_threads(threads)
@@ -125,18 +125,19 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
-    through = make()
+@pytest.mark.parametrize("settings", [{}, SHARDED])
+def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path, settings):
+    through = make(**settings)
     rates = train(through, range(20))
     expected = weights(through)
-    first = make()
+    first = make(**settings)
     train(first, range(10))
     torch.rand(3)  # the generator's position is part of the state
     position = torch.get_rng_state()
     first.publish()  # scores its canary: a forward pass without a backward pass, which FSDP does not tidy up after
     first.save_state(str(tmp_path / "state"))
     assert train(first, range(10, 20)) == rates[10:], "saving changes nothing"
-    second = make()
+    second = make(**settings)
     assert not torch.equal(torch.get_rng_state(), position)
     assert second.load_state(str(tmp_path / "state")) == second.policy_version == 10
     assert torch.equal(torch.get_rng_state(), position)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leeway.trainer import linear as module
-from leeway.trainer.linear import LEAST_ROWS_TO_TRANSPOSE, Linear, linear, use_in
+from leeway.trainer.linear import LEAST_ROWS_TO_TRANSPOSE, Linear, linear, use_onednn
 
 needs_onednn = pytest.mark.skipif(not module.HAS_ONEDNN, reason="torch has no product by oneDNN here")
 
@@ -84,7 +84,7 @@ class Model(nn.Module):
 def test_layers_change_their_class_and_no_name() -> None:
     model = Model()
     names = list(model.state_dict())
-    use_in(model, least_weights=100)
+    use_onednn(model, least_weights=100)
     assert [type(m) for m in (model.small, model.large, model.head)] == [nn.Linear, Linear, nn.Linear]
     assert list(model.state_dict()) == names
     x = random(3, 4)
