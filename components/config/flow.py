@@ -124,7 +124,8 @@ class StalenessConfig(Section):
     )
     reorder_window: PositiveInt | None = Field(
         default=None,
-        description="1 + how often a slow group may be overtaken; null: groups_per_step where possible, else 1",
+        description="1 + how often a slow group may be overtaken; null: 1, or groups_per_step where two batches can "
+        "still be under way while one is trained on, or where replay.sampling or replay.sampler chooses",
     )
     in_flight: Literal["recompute", "keep", "off"] = Field(
         default="recompute",
@@ -205,6 +206,11 @@ class ReplayConfig(Section):
         description="with operator_processes: seconds that the operators may take for one group; then the run ends and "
         "names the operator",
     )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the order of admission does not decide alone which groups come next."""
+        return self.sampling != "admission" or self.sampler is not None
 
 
 CALIBRATED_LARGEST, CALIBRATED_MEAN = 3.0, 0.3

@@ -348,9 +348,27 @@ def test_a_stages_own_setting_without_an_effect_is_refused_and_what_stages_share
 # Staleness
 
 
-def test_window_defaults_to_a_batch_where_the_bound_allows(minimal: str) -> None:
-    assert derive(load_config(minimal)).reorder_window == 64
-    assert derive(load_config(minimal, ["staleness.max_policy_lag=0"])).reorder_window == 1
+@pytest.mark.parametrize(
+    ("overrides", "window"),
+    [
+        (["staleness.max_policy_lag=0"], 1),
+        (["staleness.max_policy_lag=1"], 1),  # a batch would leave one group under way
+        ([], 1),
+        (["staleness.max_policy_lag=3"], 64),
+        (["staleness.max_policy_lag=3", "staleness.target_policy_lag=2"], 1),
+        (["staleness.max_policy_lag=6", "train.updates_per_batch=2"], 1),
+        (["staleness.max_policy_lag=7", "train.updates_per_batch=2"], 64),
+        (["replay.sampling=priority"], 64),
+        (["replay.sampler=functools:partial"], 64),
+        (["replay.sampler=functools:partial", "staleness.max_policy_lag=0"], 1),
+        (["staleness.reorder_window=16"], 16),
+    ],
+)
+def test_the_default_window_leaves_two_batches_under_way(minimal: str, overrides: list[str], window: int) -> None:
+    d = derive(load_config(minimal, overrides))
+    assert d.reorder_window == window
+    if window == 64 and not load_config(minimal, overrides).replay.chooses:
+        assert d.max_outstanding_groups - 64 >= 2 * 64
 
 
 @pytest.mark.parametrize(
