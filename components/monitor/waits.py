@@ -128,7 +128,7 @@ def who_waits(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | N
         return _trainer_waits_elsewhere(s, name, most, known)
     if s.waits_for_slot >= TIGHT_FRAC and _publishing_is_slow(s, known):
         return _publishing(s, known)
-    if s.waits_for_batch >= TIGHT_FRAC and _window_is_small(s, known):
+    if s.waits_for_batch >= TIGHT_FRAC and _one_is_slow(s, known):
         return _window(s, known)
     if min(s.waits_for_batch, s.waits_for_slot) >= TIGHT_FRAC:
         return _both(s, known)
@@ -171,7 +171,7 @@ def _publishing(s: Shares, known: Mapping[str, Any]) -> Wait:
     return _wait(s, "generators", "publishing", s.waits_for_slot, text, "param_server.publish_every", advice, known)
 
 
-def _window_is_small(s: Shares, known: Mapping[str, Any]) -> bool:
+def _one_is_slow(s: Shares, known: Mapping[str, Any]) -> bool:
     """The trainer waits for a batch while another whole one is there, behind groups that are not finished."""
     of_batch = _number(known.get("train.groups_per_step"))
     return bool(of_batch) and s.num_ready >= of_batch
@@ -182,8 +182,8 @@ def _window(s: Shares, known: Mapping[str, Any]) -> Wait:
         f"The trainer waits {_percent(s.waits_for_batch)} of its time for a batch, while {s.num_ready:.0f} finished "
         "groups wait behind a slow one."
     )
-    advice = "a wider window lets finished groups pass a slow one"
-    return _wait(s, "trainer", "window", s.waits_for_batch, text, "staleness.reorder_window", advice, known)
+    advice = "a larger bound gives a slow group more steps to finish in; a wider window would not"
+    return _wait(s, "trainer", "window", s.waits_for_batch, text, "staleness.max_policy_lag", advice, known)
 
 
 def _both(s: Shares, known: Mapping[str, Any]) -> Wait:

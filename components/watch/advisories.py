@@ -162,7 +162,7 @@ def _slow_task(run: _Run, settings: Mapping[str, Any]) -> Iterator[Advisory]:
             level="look",
             title="One slow task holds up each batch",
             text=f"The slowest group spends {slow:.1f} s in its environment, the mean one {np.median(mean):.2g} s.",
-            do="Raise staleness.reorder_window so that others pass it, or lower rollout.timeout_s.",
+            do="Raise staleness.max_policy_lag so that it has more steps to finish in, or lower rollout.timeout_s.",
             metric="train/environment_s/max",
         )
     longest, lengths = run.now("train/response_tokens/max"), run.now("train/response_tokens/mean")
@@ -174,7 +174,7 @@ def _slow_task(run: _Run, settings: Mapping[str, Any]) -> Iterator[Advisory]:
             title="A few answers are far longer",
             text=f"The longest answer of a batch has {np.median(longest):.0f} tokens, the mean one "
             f"{np.median(lengths):.0f}: a step waits for it at least.{named}",
-            do="Raise staleness.reorder_window, or lower rollout.max_response_tokens.",
+            do="Raise staleness.max_policy_lag, or lower rollout.max_response_tokens.",
             metric="train/response_tokens/max",
         )
 

@@ -181,6 +181,19 @@ def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
     assert wide.step_s < 1.02 * strict.step_s
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_a_wider_window_saves_no_time_at_the_same_bound(lag: int) -> None:
+    """It does not give a slow group more steps, and holds back groups that could be under way."""
+    calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=0.0, train_token_s=1e-4)
+    settings = replace(calibration.settings, groups_per_step=8, group_size=2).with_lag(lag)
+    strict, batch = (predict(calibration, replace(settings, reorder_window=w), events=20_000) for w in (1, 8))
+    assert batch.step_s >= 0.98 * strict.step_s
+    assert batch.lag_mean < strict.lag_mean
+    if lag == 1:  # one group is under way beside the batch that is trained on
+        assert batch.step_s > 1.1 * strict.step_s
+
+
 def test_tokens_belong_to_the_version_that_was_loaded_when_they_were_sampled() -> None:
     engine = SimulatedEngine(pass_s=0.1, token_s=0.0, max_sequences=8)
     chunk = Chunk(None, 1, 100.0, 0.0)

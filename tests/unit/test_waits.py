@@ -61,15 +61,15 @@ def test_an_environment_is_slow_though_some_group_is_always_at_the_engine() -> N
     assert (wait.holder, wait.setting) == ("environment", "staleness.max_policy_lag")
 
 
-def test_finished_groups_behind_a_slow_one_ask_for_a_wider_window() -> None:
+def test_finished_groups_behind_a_slow_one_ask_for_a_larger_bound() -> None:
     settings = SETTINGS | {"staleness.reorder_window": 1, "train.groups_per_step": 8}
     others: Any
     for others in ({"wait_for_slot": 0.4}, {"environment": 0.8}):
         wait = who_waits(steps(wait_for_batch=0.4, ready=24.0, **others), settings)
         assert wait is not None
-        assert (wait.holder, wait.setting) == ("window", "staleness.reorder_window")
+        assert (wait.holder, wait.setting) == ("window", "staleness.max_policy_lag")
         assert "24 finished groups wait behind a slow one" in wait.sentence
-        assert wait.advice.startswith("staleness.reorder_window (now 1): ")
+        assert wait.advice.startswith("staleness.max_policy_lag (now 2): ")
     part_of_a_batch = who_waits(steps(wait_for_batch=0.4, ready=6.0, environment=0.8), settings)
     assert part_of_a_batch is not None
     assert part_of_a_batch.holder == "environment", "what is there is no batch yet"
