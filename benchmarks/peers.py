@@ -21,6 +21,7 @@
 | lockstep_hf | the same, the engine on transformers |
 | bound1, bound2, bound4 | ours, vLLM, a lag of up to 1, 2, 4; each side has half of the cores |
 | hf | ours, the engine on transformers, a lag of up to 2 |
+| hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every other version |
 
 Seconds and processor time are those of the steps after the first fifth: medians over steps, then over rounds. Memory is
 the sum of what each process holds (shared pages divided), sampled once a second. Every result is kept in
@@ -49,7 +50,7 @@ from quickstart_runs import HERE, warmed_up
 
 MARK = "LEEWAY_PEERS_RUN"
 PEERS = ("trl", "torchrl")
-SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf")
+SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4")
 DEADLINE_S = 900
 
 
@@ -230,7 +231,7 @@ def overrides(
     every: int,
     threads: int,
 ) -> list[str]:
-    bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2}[system]
+    bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2, "hf4": 4}[system]
     length = workload.turns * workload.max_tokens + (workload.turns - 1) * 8
     given = [
         *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
@@ -257,8 +258,10 @@ def overrides(
     if bound == 0:
         given += ["param_server.publish_every=1", "cluster.placement=turns"]
         given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
-    if system.endswith("hf"):
+    if "hf" in system:
         given += ["rollout.engine.name=hf"]
+    if system == "hf4":
+        given += ["staleness.target_policy_lag=2", "rollout.pull_every=2"]
     return given
 
 
