@@ -52,7 +52,9 @@ leeway.driver.speeds.BUDGET_S = 0.0
 several speeds, as long as its steps.
 """
 
-AT_START = frozenset(os.environ)
+AT_START = dict(os.environ)
+SET_BY_TESTS = ("TMPDIR", "SERVE_TOKENS")
+"""Variables that tests set for a run."""
 
 
 @dataclass
@@ -88,9 +90,9 @@ class Started:
         self.run_dir = run_dir
         self._mark = f"leeway-test-{time.monotonic_ns()}"
         self._log = cwd / f"{self._mark}.txt"
-        # What `ray.init` in a test of this process has left there is not a user's environment.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name in AT_START}
-        env = {**own, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
+        # What Ray and vLLM have left in this process, where a test started them, is not a user's environment.
+        own = {name: os.environ[name] for name in SET_BY_TESTS if name in os.environ}
+        env = {**AT_START, **own, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
         self.process: subprocess.Popen[bytes] | Forked
         with self._log.open("w") as log:
             if anew:

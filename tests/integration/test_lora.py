@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 BOUND, STEPS = 3, 6
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("hf", marks=pytest.mark.long("the other engine")), "vllm"])
 def test_a_run_with_an_adapter_keeps_its_promises(
     start: Any, from_untrained: list[str], of_sums: list[str], engine: str
 ) -> None:

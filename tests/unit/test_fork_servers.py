@@ -34,8 +34,8 @@ with footprint.applied():
 @pytest.mark.usefixtures("fork_servers_imported")
 @pytest.mark.parametrize(
     ("another", "is_forked"),
-    [({}, True), ({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_X": "1"}, True), ({"OMP_NUM_THREADS": "2"}, False)],
-    ids=["as all others", "after a test that loaded vLLM", "of another environment"],
+    [({}, True), ({"OMP_NUM_THREADS": "2"}, False)],
+    ids=["as all others", "of another environment"],
 )
 def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environment_of_the_run(
     tmp_path: Path, another: dict[str, str], is_forked: bool
