@@ -169,11 +169,11 @@ class AdapterContract:
             expected = [await scene.generate(0, n=3, seed=seed, max_tokens=LONG) for seed in (3, 4)]
             async with sync.one_version() as version:
                 assert version == 0
+                publication = scene.publish()
                 seen = scene.engine.progress.num_tokens
                 first = asyncio.ensure_future(scene.generate(0, n=3, max_tokens=LONG))
                 while scene.engine.progress.num_tokens < seen + 20:
                     await asyncio.sleep(0.001)
-                publication = scene.publish()
                 await sync._sync(publication)
                 assert not first.done()
                 assert sync.verified_version == 1

@@ -123,7 +123,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            signal.pidfd_send_signal(self._process, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its server has yet to say so
+                signal.pidfd_send_signal(self._process, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
