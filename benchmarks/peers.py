@@ -318,7 +318,7 @@ def seconds_of(row: dict[str, Any]) -> float | None:
 
 
 def accuracy_of(row: dict[str, Any]) -> float | None:
-    return row.get("accuracy", row.get("eval/exact_match"))
+    return row.get("accuracy", row.get("eval/held_out/exact_match"))
 
 
 def crossing(points: list[tuple[int, float]], target: float) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
+from leeway.tasks.evalsets import build_evalsets
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -41,6 +42,16 @@ def test_the_real_models_prompts_are_those_of_its_config(peers: Any) -> None:
     assert peers.system_prompt() == "Answer with the number only."
 
 
+def test_accuracy_is_read_by_the_name_that_runs_give_it(peers: Any, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f'{{"question": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(40)))
+    given = ["task.name=jsonl", f"task.path={file}", "task.dataset=null", "task.options={}"]
+    (evalset,) = build_evalsets(load_config("quickstart", [*given, "task.holdout_frac=0.5"]))
+    assert peers.accuracy_of({"step": 10, f"eval/{evalset.name}/exact_match": 0.5}) == 0.5
+    assert peers.accuracy_of({"step": 10, "accuracy": 0.25}) == 0.25  # of the other systems
+    assert peers.accuracy_of({"step": 10, "train/accuracy/exact_match": 0.5}) is None
+
+
 def test_an_accuracy_is_reached_between_two_evaluations(peers: Any) -> None:
     points = [(10, 0.5), (20, 0.6), (30, 0.8)]
     assert peers.crossing(points, 0.7) == pytest.approx(25)
@@ -60,7 +71,7 @@ def test_the_table_has_medians_over_rounds_and_says_who_is_faster(peers: Any) ->
     assert "not 0.70 in 10 steps (0.60)" in peers.table([*rows, never])
 
 
-@pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf"])
+@pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4"])
 @pytest.mark.parametrize("name", ["short", "long", "turns", "smollm2"])
 def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:
     workload = peers.WORKLOADS[name]
@@ -76,5 +87,7 @@ def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system
     assert config.train.steps == 12
     assert config.train.groups_per_step == workload.groups
     assert config.optimizer.lr == workload.lr
-    assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4}.get(system, 2)
+    assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
+        system, 2
+    )
     assert (config.cluster.placement == "turns") == system.startswith("lockstep")
