@@ -51,7 +51,9 @@ ROOM = 40_000
 DESCRIPTOR = 3
 """Of the socket to that process, in a run."""
 USE = f"import sys; sys.modules[{__name__!r}].use()"
-OF_EACH_RUN = ("LEEWAY_", "RAY_", "PYTEST_", "SERVE_", "TMPDIR", "SPT_NOENV")
+SET_BY_VLLM = ("TORCHINDUCTOR_", "TRITON_", "TILELANG_", "PYTORCH_NVML_BASED_CUDA_CHECK")
+"""Beginnings of variables that it leaves where it is loaded, in a process of tests too: for GPUs and compilers."""
+OF_EACH_RUN = (*SET_BY_VLLM, "LEEWAY_", "RAY_", "PYTEST_", "SERVE_", "TMPDIR", "SPT_NOENV")
 """Beginnings of variables that nothing has read when it is loaded before Ray."""
 _server: socket.socket | None = None
 _process: subprocess.Popen[bytes] | None = None

@@ -57,6 +57,11 @@ SET_BY_TESTS = ("TMPDIR", "SERVE_TOKENS")
 """Variables that tests set for a run."""
 
 
+def environment() -> dict[str, str]:
+    """A user's: without what Ray and vLLM have left in this process, where a test started them."""
+    return {**AT_START, **{name: os.environ[name] for name in SET_BY_TESTS if name in os.environ}}
+
+
 @dataclass
 class Run:
     """One finished `leeway` command."""
@@ -90,9 +95,7 @@ class Started:
         self.run_dir = run_dir
         self._mark = f"leeway-test-{time.monotonic_ns()}"
         self._log = cwd / f"{self._mark}.txt"
-        # What Ray and vLLM have left in this process, where a test started them, is not a user's environment.
-        own = {name: os.environ[name] for name in SET_BY_TESTS if name in os.environ}
-        env = {**AT_START, **own, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
+        env = {**environment(), "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
         self.process: subprocess.Popen[bytes] | Forked
         with self._log.open("w") as log:
             if anew:

@@ -12,6 +12,7 @@ import pytest
 
 from .. import fork_servers
 from ..forked import Forked
+from ..integration.conftest import environment
 
 DRIVER = """
 import json, os, sys
@@ -34,8 +35,8 @@ with footprint.applied():
 @pytest.mark.usefixtures("fork_servers_imported")
 @pytest.mark.parametrize(
     ("another", "is_forked"),
-    [({}, True), ({"OMP_NUM_THREADS": "2"}, False)],
-    ids=["as all others", "of another environment"],
+    [({}, True), ({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_X": "1"}, True), ({"OMP_NUM_THREADS": "2"}, False)],
+    ids=["as all others", "after a test that loaded vLLM", "of another environment"],
 )
 def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environment_of_the_run(
     tmp_path: Path, another: dict[str, str], is_forked: bool
@@ -61,3 +62,15 @@ def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environ
     assert driver.stdout.read() == b"closed\n"
     assert driver.wait(200) == 0
     assert not psutil.pid_exists(server.pid)
+
+
+def test_a_run_is_told_what_its_test_set_and_nothing_that_an_engine_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setenv("LD_PRELOAD", "left.so")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    own = environment()
+    assert own["TMPDIR"] == str(tmp_path)
+    assert own["OMP_NUM_THREADS"]
+    assert not {"VLLM_LOGGING_LEVEL", "LD_PRELOAD"} & own.keys()
