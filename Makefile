@@ -47,7 +47,7 @@ test test-long test-unit test-security test-gpu: export PYTHONDONTWRITEBYTECODE 
 # Files are dealt out as wholes, for what their tests share is made once then; whole runs one by one (tests/tiers.py).
 # A run waits now and then, so more goes on at a time than there are cores.
 QUICK := -m "not slow" --lanes=$(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
-ALL   := --lanes=3
+ALL   := --lanes=$(shell expr 2 + $$(getconf _NPROCESSORS_ONLN))
 
 test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
 	@$(BIN)/python -m pytest tests $(ALL) $(ARGS)

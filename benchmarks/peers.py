@@ -1,7 +1,7 @@
 """Leeway beside TRL and torchrl: the same model, tasks, batch, lengths, loss and threads, in turns (A B C A B C).
 
     python benchmarks/peers.py --workloads short --pairs 2              # seconds per step
-    python benchmarks/peers.py --workloads short --learn                # held-out accuracy too: one more run each
+    python benchmarks/peers.py --workloads short --learn --pairs 3      # seconds to a held-out accuracy
     python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
     python benchmarks/peers.py --show                                   # the table of all that was measured
     python benchmarks/peers.py --picture peers.png
@@ -23,7 +23,8 @@
 | hf | ours, the engine on transformers, a lag of up to 2 |
 | hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every other version |
 
-Seconds and processor time are those of the steps after the first fifth: medians over steps, then over rounds. Memory is
+Each round has its own seed. Seconds and processor time are those of the steps after the first fifth: medians over
+steps, then over rounds. Memory is
 the sum of what each process holds (shared pages divided), sampled once a second. Every result is kept in
 `OUT/peers.json`. A round takes a minute for each system; learning runs about two.
 """
@@ -33,6 +34,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
@@ -106,11 +108,12 @@ def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> No
         raise SystemExit(f"--learn: got {name}; expected a workload with a target: short, smollm2")
     model = model_of(workload, args, out)
     files = task_files(workload, name, model, out)
-    for number in range(1 if args.learn else args.pairs):
+    for number in range(args.pairs):
         for system in args.systems:
-            label = f"{name}-{system}-{'learn' if args.learn else number}-{os.getpid()}"
+            label = f"{name}-{system}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
             row = {"workload": name, "system": system, "learn": args.learn} | one_run(
-                label, system, workload, model, files, out / "runs", learn=args.learn, threads=args.threads
+                *(label, system, workload, model, files, out / "runs"),
+                **{"learn": args.learn, "threads": args.threads, "seed": number},
             )
             print(json.dumps(row), flush=True)
             kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -191,6 +194,7 @@ def one_run(
     *,
     learn: bool,
     threads: int,
+    seed: int,
 ) -> dict[str, Any]:
     steps = workload.learn_steps if learn else workload.steps
     every = max(1, steps // 8) if learn else 0
@@ -201,7 +205,7 @@ def one_run(
         spec = {
             **{"model": str(model), "groups": workload.groups, "group_size": workload.group_size, "lr": workload.lr},
             **{"max_tokens": workload.max_tokens, "turns": workload.turns, "environment_s": workload.environment_s},
-            **{"steps": steps, "threads": threads, "seed": 0, "eval_every": every, "reward": workload.reward},
+            **{"steps": steps, "threads": threads, "seed": seed, "eval_every": every, "reward": workload.reward},
             **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY},
         }
         spec_file, lines = folder / f"{label}.json", folder / f"{label}.jsonl"
@@ -210,6 +214,7 @@ def one_run(
         command = [sys.executable, str(HERE / "peer_loops.py"), system, str(spec_file), str(lines)]
     else:
         options = overrides(system, workload, model, files, folder, label, steps=steps, every=every, threads=threads)
+        options += [f"seed={seed}"]
         config = "smollm2_135m" if workload.model == "given" else "quickstart"
         command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
         command += ["run", "async_rl", "--config", config, *options]
@@ -398,7 +403,7 @@ def summed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             row = {k: statistics.median(r[k] for r in timed) for k in ("step_s", "cpu_s", "tokens", "peak_gib")}
             spread = [r["step_s"] for r in timed]
-            learned = next((r for r in reversed(own) if r["learn"]), None)
+            learned = [r for r in own if r["learn"]]
             found.append(
                 {"workload": name, "system": system, "rounds": len(timed), "low": min(spread), "high": max(spread)}
                 | row
@@ -416,13 +421,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     found = summed_up(rows)
     trl = {r["workload"]: r["step_s"] for r in found if r["system"] == "trl"}
     for r in found:
-        learned, reached = r["learned"], ""
-        if learned is not None:
-            steps = crossing([tuple(p) for p in learned["curve"]], learned["target"])
-            last = learned["curve"][-1]
-            reached = f"not {learned['target']:.2f} in {last[0]} steps ({last[1]:.2f})"
-            if steps is not None:
-                reached = f"{steps * r['step_s']:.0f} to {learned['target']:.2f} ({steps:.0f} steps)"
+        reached = to_accuracy(r["learned"], r["step_s"]) if r["learned"] else ""
         beside = f"{trl[r['workload']] / r['step_s']:.2f} x" if r["workload"] in trl else ""
         step = f"{r['step_s']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
         lines.append(
@@ -430,6 +429,19 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {r['cpu_s']:.2f} | {r['tokens'] / r['step_s']:,.0f} | {reached} | {r['peak_gib']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def to_accuracy(runs: list[dict[str, Any]], step_s: float) -> str:
+    """Seconds of the run in the middle, and the steps of all; those that never came there are last."""
+    target, runs = runs[0]["target"], [{**r, "curve": [tuple(point) for point in r["curve"]]} for r in runs]
+    runs.sort(key=lambda r: crossing(r["curve"], target) or math.inf)
+    steps = [crossing(r["curve"], target) for r in runs]
+    middle = (len(runs) - 1) // 2
+    seeds = f", {len(runs)} seeds: {', '.join('never' if s is None else f'{s:.0f}' for s in steps)}"
+    if (found := steps[middle]) is None:
+        last, accuracy = runs[middle]["curve"][-1]
+        return f"not {target:.2f} in {last} steps ({accuracy:.2f}{seeds if len(runs) > 1 else ''})"
+    return f"{found * step_s:.0f} to {target:.2f} ({found:.0f} steps{seeds if len(runs) > 1 else ''})"
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
@@ -459,7 +471,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
-    parser.add_argument("--learn", action="store_true", help="one longer run each, with evaluations")
+    parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")
     parser.add_argument("--model", type=Path, help="workload smollm2: folder of SmolLM2-135M-Instruct")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -20,14 +19,8 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
-from . import forked, lanes
+from . import environment, forked, lanes  # noqa: F401  # the first of all: it keeps the environment as it is now
 from .tiers import LONG, in_order, sample
-
-# A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-# Of all processes that tests start, engines too: they share the cores, and threads that wait for each other spin.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 
 # For properties that do not say how many examples they need. New ones at each run are for `make test-long`: they may
 # find what has nothing to do with the change that is tested. No limit is one of wall time, which a busy machine takes.

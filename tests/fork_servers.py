@@ -28,6 +28,7 @@ from leeway.runtime.pages import in_large_pages
 from leeway.runtime.threads import yielding
 
 from . import forked
+from .environment import AT_START
 from .forked import Forked
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
@@ -65,7 +66,7 @@ def begin() -> None:
     global _server, _process, _environ
     assert _server is None
     stages = plan_run("quickstart", "async_rl", ["stages.sft=null", "rollout.engine.name=hf"])
-    _environ = {**SET_BY_RAY, **ON_LOOPBACK, **os.environ, **yielding(os.environ), **in_large_pages(os.environ)}
+    _environ = {**SET_BY_RAY, **ON_LOOPBACK, **AT_START, **yielding(AT_START), **in_large_pages(AT_START)}
     _environ["PYTHONPATH"] = str(SOURCE)
     _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = [SOURCE, forked.__file__, theirs.fileno(), json.dumps(asdict(modules_of(stages)))]
@@ -78,11 +79,6 @@ def begin() -> None:
         start_new_session=True,
     )
     theirs.close()
-
-
-def environment() -> dict[str, str]:
-    """Of that process, and so of a run, whatever tests have left in this one's."""
-    return {name: value for name, value in _environ.items() if not name.startswith("RAY_")}
 
 
 def descriptors() -> list[int]:

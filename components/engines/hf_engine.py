@@ -41,6 +41,7 @@ from .hf_cache import BLOCK, Row, num_blocks
 from .hf_conversations import Conversation, Conversations, Turn
 from .hf_decode import Decoder, load_decoder
 from .hf_lora import Adapters
+from .hf_sampling import Drawn, Sampling, sample
 from .hf_threads import PassThreads
 from .hf_weights import ModelTensors, OpenedHere, load, read_back
 from .released import Released
@@ -54,9 +55,7 @@ CLOSE_S = 10.0
 class _Request:
     id: str
     prompt: list[int]
-    temperature: float
-    top_p: float
-    top_k: int
+    sampling: Sampling
     min_tokens: int
     max_tokens: int
     stop: frozenset[int]
@@ -168,9 +167,7 @@ class HfEngine:
         request = _Request(
             id=str(next(self._ids)),
             prompt=list(prompt_tokens),
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            sampling=Sampling(temperature, top_p, top_k),
             min_tokens=min_tokens,
             max_tokens=min(max_tokens, room),
             stop=frozenset(stop_token_ids),
@@ -423,7 +420,7 @@ class HfEngine:
             token, logprob, kept = draw
             version = self._version if s.request.version is None else s.request.version
             s.tokens.append(token)
-            if s.request.top_k:
+            if s.request.sampling.top_k:
                 s.kept.append(kept)
             s.logprobs.append(logprob)
             s.versions.append(version)
@@ -499,14 +496,21 @@ class HfEngine:
         for s in reading:
             s.num_held = s.read_end
 
-    def _drawn(self, logits: torch.Tensor, places: Sequence[int]) -> list[tuple[int, float, list[int]] | None]:
+    def _drawn(self, logits: torch.Tensor, places: Sequence[int]) -> list[Drawn | None]:
         """Tokens for these of the running sequences: none for those whose next token is known."""
         sequences = [self._running[place] for place in places]
         at_end = [i for i, s in enumerate(sequences) if s.num_held == len(s.tokens) - 1]
-        drawn: list[tuple[int, float, list[int]] | None] = [None] * len(sequences)
+        drawn: list[Drawn | None] = [None] * len(sequences)
         if at_end:
             own = logits if len(at_end) == len(sequences) else logits[at_end]
-            sampled = _sample(own, [sequences[i] for i in at_end], scale=self._decoder.model.transform.scale)
+            ending = [sequences[i] for i in at_end]
+            sampled = sample(
+                own,
+                [s.request.sampling for s in ending],
+                [s.draw.random() for s in ending],
+                barred=[s.request.stop if len(s.logprobs) < s.request.min_tokens else () for s in ending],
+                scale=self._decoder.model.transform.scale,
+            )
             for i, draw in zip(at_end, sampled, strict=True):
                 drawn[i] = draw
         return drawn
@@ -600,60 +604,8 @@ def _completions(request: _Request) -> list[SampledTokens]:
             s.logprobs,
             s.versions,
             s.finish_reason,
-            kept=s.kept if request.top_k else None,
+            kept=s.kept if request.sampling.top_k else None,
             barred=sorted(request.stop) if request.min_tokens else (),
         )
         for s in request.sequences
     ]
-
-
-def _sample(logits: torch.Tensor, sequences: list[_Sequence], *, scale: float) -> list[tuple[int, float, list[int]]]:
-    """For each row of logits [B, V] one token, its logprob under what it was drawn from, and, of rows with a top_k, the
-    ids that were left.
-
-    Drawn by inverting the cumulative distribution, in float64, at a number of the sequence's own generator.
-    """
-    requests = [s.request for s in sequences]
-    for row, s in enumerate(sequences):
-        if len(s.logprobs) < s.request.min_tokens:
-            logits[row, list(s.request.stop)] = float("-inf")
-    factors = torch.tensor([scale / (r.temperature or 1.0) for r in requests], device=logits.device)
-    logprobs = torch.log_softmax(logits * factors[:, None], dim=-1)
-    if any(r.top_k for r in requests):
-        logprobs = _among_likeliest(logprobs, [r.top_k for r in requests])
-    if any(r.top_p < 1.0 for r in requests):
-        nucleus = torch.tensor([r.top_p for r in requests], device=logits.device)
-        logprobs = _within_nucleus(logprobs, nucleus)
-    total = logprobs.double().exp_().cumsum(-1)
-    # Never the very end, where rounding could reach a token of probability 0.
-    draws = torch.tensor(
-        [[min(s.draw.random(), 1 - 1e-12)] for s in sequences], dtype=torch.float64, device=logits.device
-    )
-    drawn = torch.searchsorted(total, draws * total[:, -1:], right=True)[:, 0]
-    greedy = torch.tensor([not r.temperature for r in requests], device=logits.device)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    kept = {row: logprobs[row].isfinite().nonzero()[:, 0].tolist() for row, r in enumerate(requests) if r.top_k}
-    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
-    return [(*drawn, kept.get(row, [])) for row, drawn in enumerate(zip(tokens.tolist(), own, strict=True))]
-
-
-def _among_likeliest(logprobs: torch.Tensor, top_k: list[int]) -> torch.Tensor:
-    """logprobs [B, V] of each row's `top_k` likeliest tokens, normalised; -inf for the others. 0: of all."""
-    size = logprobs.shape[-1]
-    counts = torch.tensor([min(k or size, size) for k in top_k], device=logprobs.device)
-    order = logprobs.topk(int(max((k for k in top_k if k < size), default=1)), dim=-1).indices
-    outside = torch.ones_like(logprobs, dtype=torch.bool)
-    outside.scatter_(-1, order, torch.arange(order.shape[1], device=order.device) >= counts[:, None])
-    outside &= (counts < size)[:, None]
-    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)
-
-
-def _within_nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """logprobs [B, V] of the likeliest tokens that make up `top_p` [B] together, normalised; -inf for the others."""
-    ordered, order = logprobs.sort(dim=-1, descending=True)
-    probabilities = ordered.exp()
-    before = probabilities.cumsum(-1) - probabilities
-    # A row without a top_p keeps all: its sum may round to more than 1 before the end.
-    cut = (before >= top_p[:, None]) & (top_p < 1.0)[:, None]
-    outside = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, cut)
-    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)

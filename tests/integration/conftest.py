@@ -25,7 +25,7 @@ from leeway.runtime.footprint import MARK_ENV, Footprint
 from leeway.tasks.bootstrap import build_model_dir
 from leeway.tasks.taskset import build_taskset
 
-from .. import fork_servers
+from .. import environment, fork_servers
 from ..forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,15 +51,6 @@ leeway.driver.speeds.BUDGET_S = 0.0
 """To draw a run's curves at its end takes as long as all else that a small run's driver does; to look for the best of
 several speeds, as long as its steps.
 """
-
-AT_START = dict(os.environ)
-SET_BY_TESTS = ("TMPDIR", "SERVE_TOKENS")
-"""Variables that tests set for a run."""
-
-
-def environment() -> dict[str, str]:
-    """A user's: without what Ray and vLLM have left in this process, where a test started them."""
-    return {**AT_START, **{name: os.environ[name] for name in SET_BY_TESTS if name in os.environ}}
 
 
 @dataclass
@@ -95,7 +86,7 @@ class Started:
         self.run_dir = run_dir
         self._mark = f"leeway-test-{time.monotonic_ns()}"
         self._log = cwd / f"{self._mark}.txt"
-        env = {**environment(), "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
+        env = {**environment.of_a_run(), "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
         self.process: subprocess.Popen[bytes] | Forked
         with self._log.open("w") as log:
             if anew:

@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .. import fork_servers
+from .. import environment, fork_servers
 from ..forked import Forked
-from ..integration.conftest import environment
 
 DRIVER = """
 import json, os, sys
@@ -41,7 +40,7 @@ with footprint.applied():
 def test_a_fork_server_of_a_run_has_imported_what_it_is_asked_for_in_the_environment_of_the_run(
     tmp_path: Path, another: dict[str, str], is_forked: bool
 ) -> None:
-    env = {**fork_servers.environment(), "LEEWAY_TEST_MARK": "m", "PYTHONPATH": str(fork_servers.SOURCE), **another}
+    env = {**environment.of_a_run(), "LEEWAY_TEST_MARK": "m", "PYTHONPATH": str(fork_servers.SOURCE), **another}
     code = f"{fork_servers.USE}\n{DRIVER}"
     driver = Forked(code, env=env, cwd=tmp_path, more=fork_servers.descriptors())
     assert driver.stdout is not None
@@ -69,8 +68,9 @@ def test_a_run_is_told_what_its_test_set_and_nothing_that_an_engine_left(
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     monkeypatch.setenv("LD_PRELOAD", "left.so")
+    monkeypatch.setenv("LAZY_LEGACY_OP", "False")  # tensordict does, when it is imported
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    own = environment()
+    own = environment.of_a_run()
     assert own["TMPDIR"] == str(tmp_path)
     assert own["OMP_NUM_THREADS"]
-    assert not {"VLLM_LOGGING_LEVEL", "LD_PRELOAD"} & own.keys()
+    assert not {"VLLM_LOGGING_LEVEL", "LD_PRELOAD", "LAZY_LEGACY_OP"} & own.keys()

@@ -71,6 +71,18 @@ def test_the_table_has_medians_over_rounds_and_says_who_is_faster(peers: Any) ->
     assert "not 0.70 in 10 steps (0.60)" in peers.table([*rows, never])
 
 
+def test_of_several_seeds_the_table_says_what_all_of_them_took(peers: Any) -> None:
+    never, late, soon = ([[10, a], [20, b]] for a, b in ((0.5, 0.6), (0.5, 0.8), (0.7, 0.9)))
+
+    def said(*curves: list[list[float]]) -> str:
+        learned = [row("hf", 9.0, learn=True, curve=curve, target=0.7) for curve in curves]
+        return peers.table([row("hf", 0.5), *learned])
+
+    assert "| 8 to 0.70 (17 steps, 3 seeds: 10, 17, never) |" in said(never, late, soon)
+    assert "| not 0.70 in 20 steps (0.60, 3 seeds: 10, never, never) |" in said(never, soon, never)
+    assert "| 5 to 0.70 (10 steps) |" in said(soon)
+
+
 @pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4"])
 @pytest.mark.parametrize("name", ["short", "long", "turns", "smollm2"])
 def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""The next tokens of rows of logits: drawn with numbers that come from outside, under what each row asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+Drawn = tuple[int, float, list[int]]
+"""A token, its logprob under what it was drawn from, and, with a top_k, the ids that were left."""
+
+
+class Sampling(NamedTuple):
+    """What a request asks for. `temperature` 0: the likeliest token; `top_p` 1 and `top_k` 0: of all tokens."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+def sample(
+    logits: torch.Tensor,
+    wanted: Sequence[Sampling],
+    numbers: Sequence[float],
+    *,
+    barred: Sequence[Collection[int]],
+    scale: float,
+) -> list[Drawn]:
+    """One token for each row of `logits` [B, V], which are changed.
+
+    A row's token is where its cumulative distribution, in float64, passes its number (from 0 to 1). `barred`: tokens
+    that a row may not have. `scale`: what the model's logits are multiplied with.
+    """
+    for row, tokens in enumerate(barred):
+        if tokens:
+            logits[row, list(tokens)] = float("-inf")
+    factors = torch.tensor([scale / (w.temperature or 1.0) for w in wanted], device=logits.device)
+    logprobs = torch.log_softmax(logits * factors[:, None], dim=-1)
+    if any(w.top_k for w in wanted):
+        logprobs = _among_likeliest(logprobs, [w.top_k for w in wanted])
+    if any(w.top_p < 1.0 for w in wanted):
+        nucleus = torch.tensor([w.top_p for w in wanted], device=logits.device)
+        logprobs = _within_nucleus(logprobs, nucleus)
+    total = logprobs.double().exp_().cumsum(-1)
+    # Never the very end, where rounding could reach a token of probability 0.
+    places = torch.tensor([[min(number, 1 - 1e-12)] for number in numbers], dtype=torch.float64, device=logits.device)
+    drawn = torch.searchsorted(total, places * total[:, -1:], right=True)[:, 0]
+    greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    kept = {row: logprobs[row].isfinite().nonzero()[:, 0].tolist() for row, w in enumerate(wanted) if w.top_k}
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    return [
+        (token, logprob, kept.get(row, []))
+        for row, (token, logprob) in enumerate(zip(tokens.tolist(), own, strict=True))
+    ]
+
+
+def _among_likeliest(logprobs: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+    """logprobs [B, V] of each row's `top_k` likeliest tokens, normalised; -inf for the others. 0: of all."""
+    size = logprobs.shape[-1]
+    counts = torch.tensor([min(k or size, size) for k in top_k], device=logprobs.device)
+    order = logprobs.topk(int(max((k for k in top_k if k < size), default=1)), dim=-1).indices
+    outside = torch.ones_like(logprobs, dtype=torch.bool)
+    outside.scatter_(-1, order, torch.arange(order.shape[1], device=order.device) >= counts[:, None])
+    outside &= (counts < size)[:, None]
+    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)
+
+
+def _within_nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """logprobs [B, V] of the likeliest tokens that make up `top_p` [B] together, normalised; -inf for the others."""
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    probabilities = ordered.exp()
+    before = probabilities.cumsum(-1) - probabilities
+    # A row without a top_p keeps all: its sum may round to more than 1 before the end.
+    cut = (before >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    outside = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, cut)
+    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)
