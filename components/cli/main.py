@@ -186,7 +186,8 @@ def plan(
         typer.Option("--config", "-c", metavar="NAME|FILE", help="Take settings from a config instead of a run."),
     ] = None,
     max_policy_lag: Annotated[
-        str | None, typer.Option("--max-policy-lag", "-L", metavar="N,N,...", help="Lag bounds. Default: 0,1,2,4,8.")
+        str | None,
+        typer.Option("--max-policy-lag", "-L", metavar="N,N,...", help="Lag bounds. Default: of 0,1,2,4,8 versions."),
     ] = None,
     reorder_window: Annotated[
         str | None, typer.Option("--reorder-window", "-W", metavar="N,N,...", help="Windows. Default: as it is.")

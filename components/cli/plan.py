@@ -17,6 +17,7 @@ from ..planning.predict import Prediction, predict
 from ..planning.search import best, best_split, recommend, sweep, variants
 
 DEFAULT_LAGS = (0, 1, 2, 4, 8)
+"""In versions, above the smallest lag that the rule allows."""
 _EVENTS_IN_ALL = 1_200_000
 _TYPICAL_ALONE = 2.5
 """How many times faster one sequence alone is than its share of a full engine (about; 7B models on current GPUs)."""
@@ -188,7 +189,7 @@ def answer(calibration: Calibration, grid: Grid) -> tuple[list[Prediction], Pred
             q.gpus_per_generator < 1, "--gpus-per-generator", f"{q.gpus_per_generator}", "1 or more", "change it"
         )
         base = replace(base, gpus_per_generator=q.gpus_per_generator)
-    lags = sorted({*_ints("--max-policy-lag", q.max_policy_lag, DEFAULT_LAGS, least=0)})
+    lags = sorted({*_ints("--max-policy-lag", q.max_policy_lag, _default_lags(base), least=0)})
     windows = sorted({*_ints("--reorder-window", q.reorder_window, (base.reorder_window,), least=1)})
     if q.gpus is not None:
         _refuse_if(
@@ -209,6 +210,12 @@ def answer(calibration: Calibration, grid: Grid) -> tuple[list[Prediction], Pred
         return predictions, None
     own = next((p for p in predictions if p.settings == base), None)
     return predictions, own or predict(calibration, base, events=events)
+
+
+def _default_lags(base: Settings) -> list[int]:
+    """In optimizer steps: a version is one step, unless several are published or trained at a time."""
+    steps = max(base.updates_per_batch, base.publish_every)
+    return [base.updates_per_batch + base.publish_every - 2 + number * steps for number in DEFAULT_LAGS]
 
 
 def _over_splits(

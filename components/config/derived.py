@@ -80,7 +80,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     target = first_use if config.staleness.target_policy_lag is None else config.staleness.target_policy_lag
     window = config.staleness.reorder_window
     if window is None:
-        window = default_window(P, u, n, target, chooses=config.replay.chooses)
+        window = window_of_a_batch(P, u, n, target) if config.replay.chooses else 1
     num_batches = None if train.steps is None else train.steps // u
     total_groups = None if num_batches is None else num_batches * P
     outstanding = max_outstanding_groups(P, u, window, target)
@@ -153,21 +153,10 @@ def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publis
     return updates_per_batch * (batches_overtaken + 1) + publish_every - 2
 
 
-def default_window(
-    groups_per_step: int, updates_per_batch: int, publish_every: int, target: int, *, chooses: bool
-) -> int:
-    """The reorder window where none is set: a batch, or 1, which is strict order.
-
-    A slow group may be late by `target` steps, whatever the window. A window of a batch makes tokens fresher, because
-    fast groups are used sooner; and it holds back almost a batch of groups that could be under way. So it is the
-    default only where two batches can still be under way while one is trained on, or where something `chooses` among
-    the groups of the window.
-    """
-    P, u = groups_per_step, updates_per_batch
-    if least_target_policy_lag(P, u, publish_every, P) > target:
-        return 1
-    under_way = max_outstanding_groups(P, u, P, target) - P
-    return P if chooses or under_way >= 2 * P else 1
+def window_of_a_batch(groups_per_step: int, updates_per_batch: int, publish_every: int, target: int) -> int:
+    """The reorder window for something that chooses among its groups: a batch, or 1 where `target` allows no more."""
+    least = least_target_policy_lag(groups_per_step, updates_per_batch, publish_every, groups_per_step)
+    return groups_per_step if least <= target else 1
 
 
 def versions_in_flight(max_policy_lag: int, updates_per_batch: int, publish_every: int) -> int:

@@ -59,6 +59,12 @@ BATCHES = OnlyIn(
     fix="set train.groups_per_step: a batch of rollouts is train.groups_per_step x algorithm.group_size completions",
     in_files=True,
 )
+TASKS = OnlyIn(
+    lambda recipe: recipe.trains_on != "experiences",
+    "recipes that evaluate on tasks",
+    fix="leave it out, and ask afterwards: leeway run evaluate --config F model.path=RUN; what task.holdout_frac holds "
+    "out are experiences, whose loss is measured",
+)
 PAIRS = OnlyIn(lambda recipe: recipe.trains_on == "pairs", "the recipe dpo")
 REFERENCE = OnlyIn(lambda recipe: recipe.trains_on == "pairs" or recipe.has_groups, "recipes with a reference policy")
 GENERATION = OnlyIn(lambda recipe: recipe.generates, "recipes that generate")

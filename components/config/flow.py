@@ -124,8 +124,8 @@ class StalenessConfig(Section):
     )
     reorder_window: PositiveInt | None = Field(
         default=None,
-        description="1 + how often a slow group may be overtaken; null: 1, or groups_per_step where two batches can "
-        "still be under way while one is trained on, or where replay.sampling or replay.sampler chooses",
+        description="1 + how often a slow group may be overtaken; null: 1, or groups_per_step where replay.sampling or "
+        "replay.sampler chooses and the bound allows it",
     )
     in_flight: Literal["recompute", "keep", "off"] = Field(
         default="recompute",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..section import Partial, Refused, Section
-from .effect import EVALUATION, EXPERIENCES, GENERATION, PAIRS, ROLLOUTS, TRAINING, OnlyWith, for_source
+from .effect import EVALUATION, EXPERIENCES, GENERATION, PAIRS, ROLLOUTS, TASKS, TRAINING, OnlyWith, for_source
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, Temperature
 from .paths import user_path
 from .plugins import EnvironmentName, RewardName, target
@@ -314,8 +314,10 @@ class EvalConfig(EvalSampling):
     every: Annotated[NonNegativeInt, TRAINING] = Field(
         default=0, description="optimizer steps between evaluations; 0: start and end only"
     )
-    path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
-    tasksets: dict[str, EvalTasks] = Field(
+    path: Annotated[str | None, TASKS] = Field(
+        default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac"
+    )
+    tasksets: Annotated[dict[str, EvalTasks], TASKS] = Field(
         default_factory=dict,
         description="more tasksets to evaluate, by name, each with the task and eval settings that "
         "differ; never trained on",

@@ -720,19 +720,6 @@ def stored_tokens_have_their_model(config: Config) -> None:
         )
 
 
-def experiences_are_evaluated_by_their_loss(config: Config) -> None:
-    """There is no engine: what is held out is experiences, and what is measured on them is the policy loss."""
-    for key, value in {"eval.path": config.eval.path, "eval.tasksets": config.eval.tasksets}.items():
-        if value:
-            raise ConfigError(
-                key,
-                got=words("a set of tasks"),
-                expected="nothing: answering them needs an engine; task.holdout_frac holds experiences out, whose loss "
-                "is measured",
-                fix="leave it out, and ask afterwards: leeway run evaluate --config F model.path=RUN",
-            )
-
-
 def experiences_need_a_ratio_and_no_critic(config: Config) -> None:
     a = config.algorithm
     if a.needs_critic:
@@ -826,7 +813,6 @@ EXPERIENCE_RULES: tuple[Rule, ...] = (
     a_reference_is_used,
     experiences_come_from_one_place,
     stored_tokens_have_their_model,
-    experiences_are_evaluated_by_their_loss,
     experiences_need_a_ratio_and_no_critic,
 )
 """Training on stored experiences."""

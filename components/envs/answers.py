@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import operator
 import re
 from fractions import Fraction
@@ -56,29 +55,15 @@ def tagged(task: Task, text: str, *, tag: str = "answer") -> float:
     return float(found is not None and _is_same(found, task.answer))
 
 
-def last_number(task: Task, text: str, *, partial: float = 0.0) -> float:
+def last_number(task: Task, text: str) -> float:
     """1.0 when the last number in the text equals the task's answer, whatever stands around it: "42 - 25 = 17." for 17.
 
     Commas in numbers do not count, nor zeros after a decimal point. In "42-25" the last number is 25, not -25. Digits
     are those of ASCII. No text equals an answer that is not a number.
-
-    A whole number with the answer's sign earns `partial` times its share of right digits, place by place from the
-    right: 2/3 of it for 118 in the place of 128, or of 28.
     """
     found = _NUMBER.findall(_GROUPED.sub("", text[-MAX_CHARS_AFTER_NUMBER:]))
     wanted = _fraction(_GROUPED.sub("", task.answer))
-    got = _fraction(found[-1].replace("−", "-")) if found else None
-    if wanted is None or got is None:
-        return 0.0
-    return 1.0 if got == wanted else partial * _digits_right(got, wanted)
-
-
-def _digits_right(got: Fraction, wanted: Fraction) -> float:
-    """The share of the places at which both whole numbers have the same digit; 0.0 if one is not whole."""
-    if got.denominator != 1 or wanted.denominator != 1 or (got < 0) != (wanted < 0):
-        return 0.0
-    places = list(itertools.zip_longest(*(reversed(str(abs(int(number)))) for number in (got, wanted))))
-    return sum(a == b for a, b in places) / len(places)
+    return float(bool(found) and wanted is not None and _fraction(found[-1].replace("−", "-")) == wanted)
 
 
 def answer_format(task: Task, text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:

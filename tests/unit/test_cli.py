@@ -90,7 +90,7 @@ def test_cp_never_overwrites(leeway: Callable[..., Done], tmp_path: Path) -> Non
 def test_validate_prints_derived_numbers_and_what_is_missing(leeway: Callable[..., Done]) -> None:
     done = leeway("validate", "gsm8k_qwen2_5_1_5b", "task.name=jsonl", "task.path=none.jsonl")
     assert done.returncode == 0, done.stderr
-    assert "max outstanding groups  1217" in done.stdout  # 64 * (19 + 1) - 64 + 1
+    assert "max outstanding groups  1280" in done.stdout  # 64 * (19 + 1)
     assert "GPUs needed             8" in done.stdout
     assert "lacks: task.path: missing file" in done.stdout
 

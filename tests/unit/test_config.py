@@ -337,6 +337,14 @@ def test_a_setting_without_an_effect_is_refused(minimal: str, recipe: str, overr
     assert where in str(error.value)
 
 
+def test_a_file_that_evaluates_on_tasks_also_serves_stored_experiences(minimal: str) -> None:
+    Path(minimal).write_text(Path(minimal).read_text() + "eval: {every: 5, tasksets: {own: {name: jsonl, path: t.jsonl}}}\n")
+    given = ["task.name=store", "task.path=runs/leeway/first"]
+    assert load_config(minimal, given, recipe="offline_rl").eval.tasksets
+    with pytest.raises(ConfigError, match=r"^eval.path: got u.jsonl, .*, not in offline_rl; .*leeway run evaluate"):
+        load_config(minimal, [*given, "eval.path=u.jsonl"], recipe="offline_rl")
+
+
 def test_a_stages_own_setting_without_an_effect_is_refused_and_what_stages_share_is_not(tmp_path: Path) -> None:
     text = "model: {path: org/model}\ntask: {path: t.jsonl}\ntrain: {steps: 12}\nalgorithm: {group_size: 4}\n"
     file = write(tmp_path, text + "stages: {sft: {}, async_rl: {}}\n")
@@ -352,23 +360,26 @@ def test_a_stages_own_setting_without_an_effect_is_refused_and_what_stages_share
     ("overrides", "window"),
     [
         (["staleness.max_policy_lag=0"], 1),
-        (["staleness.max_policy_lag=1"], 1),  # a batch would leave one group under way
         ([], 1),
-        (["staleness.max_policy_lag=3"], 64),
-        (["staleness.max_policy_lag=3", "staleness.target_policy_lag=2"], 1),
-        (["staleness.max_policy_lag=6", "train.updates_per_batch=2"], 1),
-        (["staleness.max_policy_lag=7", "train.updates_per_batch=2"], 64),
+        (["staleness.max_policy_lag=8"], 1),
         (["replay.sampling=priority"], 64),
         (["replay.sampler=functools:partial"], 64),
         (["replay.sampler=functools:partial", "staleness.max_policy_lag=0"], 1),
         (["staleness.reorder_window=16"], 16),
     ],
 )
-def test_the_default_window_leaves_two_batches_under_way(minimal: str, overrides: list[str], window: int) -> None:
-    d = derive(load_config(minimal, overrides))
-    assert d.reorder_window == window
-    if window == 64 and not load_config(minimal, overrides).replay.chooses:
-        assert d.max_outstanding_groups - 64 >= 2 * 64
+def test_the_default_window_is_strict_order_unless_something_chooses(
+    minimal: str, overrides: list[str], window: int
+) -> None:
+    assert derive(load_config(minimal, overrides)).reorder_window == window
+
+
+def test_a_larger_bound_has_a_batch_more_under_way_for_each_step(minimal: str) -> None:
+    """A window of a batch from some bound on would take all of what that step of lag brings."""
+    under_way = [
+        derive(load_config(minimal, [f"staleness.max_policy_lag={lag}"])).max_outstanding_groups for lag in range(7)
+    ]
+    assert under_way == [64 * (lag + 1) for lag in range(7)]
 
 
 @pytest.mark.parametrize(

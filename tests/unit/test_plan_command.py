@@ -236,10 +236,12 @@ def test_plan_of_numbers_tries_splits_of_the_devices(plan: Callable[..., Done], 
 
 
 @pytest.mark.slow
-def test_plan_of_a_bundled_config_takes_its_settings(plan: Callable[..., Done]) -> None:
-    done = plan("--config", "gsm8k_qwen2_5_1_5b", *NUMBERS, "-L", "19", "--json")
+def test_plan_of_a_bundled_config_takes_its_settings_and_bounds_that_they_allow(plan: Callable[..., Done]) -> None:
+    done = plan("--config", "gsm8k_qwen2_5_1_5b", *NUMBERS, "--json")
     assert done.returncode == 0, done.stderr
-    settings = json.loads(done.stdout)["as_it_is"]["settings"]
+    said = json.loads(done.stdout)
+    settings = said["as_it_is"]["settings"]
+    assert {p["settings"]["max_policy_lag"] for p in said["predictions"]} == {9, 19, 29, 49, 89}
     config = plan_run("gsm8k_qwen2_5_1_5b", "async_rl")[-1].config
     assert settings["groups_per_step"] == config.train.groups_per_step
     assert settings["publish_every"] == config.param_server.publish_every

@@ -193,28 +193,6 @@ def test_last_number(answer, text, expected):
     assert last_number(make(answer), text) == expected
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "expected"),
-    [
-        ("128", "it is 128", 1),
-        ("128", "it is 118", 0.5 * 2 / 3),
-        ("128", "28", 0.5 * 2 / 3),
-        ("28", "128", 0.5 * 2 / 3),
-        ("128", "812", 0),
-        ("-17", "-18", 0.25),
-        ("-17", "17", 0),
-        ("17", "17.5", 0),
-        ("1.5", "1.6", 0),
-        ("17", "none", 0),
-        ("17", "7" * 40, 0.5 / 40),
-        ("17", "7" * 41, 0),
-        ("x", "17", 0),
-    ],
-)
-def test_last_number_may_pay_for_digits(answer, text, expected):
-    assert last_number(make(answer), text, partial=0.5) == pytest.approx(expected)
-
-
 def test_tagged_and_format():
     text = "<think>it is <answer>8</answer></think> <answer> 7 </answer>\n"
     assert [tagged(make(a), text) for a in ("7", "8")] == [1.0, 0.0]
