@@ -286,6 +286,7 @@ def buffer_of(
     num_collectors: int = 1,
     operated_elsewhere: Any = None,
     failed: Any = lambda error: None,
+    tasks: Iterator[Task] | None = None,
     P=2,
     W=1,
     T=1,
@@ -301,7 +302,7 @@ def buffer_of(
         "max_lag": T,
     }
     return ReplayBuffer(
-        tasks=tasks_from(start or Position(), (Task(task_id=f"task-{i}", prompt="") for i in ids)),
+        tasks=tasks or tasks_from(start or Position(), (Task(task_id=f"task-{i}", prompt="") for i in ids)),
         start=start,
         rule=AdmissionRule(**(settings | rule)),
         num_batches=num_batches,

@@ -89,7 +89,8 @@ def token_sums(
         -lag.min() if lag.numel() else low,
         fresh.max() if fresh.numel() else low,
     ])  # fmt: skip
-    bins = torch.round(torch.asinh(d / SCALE) / BIN).clamp(-HALF, HALF).long() + HALF
+    # Without a bin for what is not a number: its gradient is none either, and the step is skipped for that.
+    bins = torch.round(torch.asinh(d / SCALE) / BIN).nan_to_num(0.0).clamp(-HALF, HALF).long() + HALF
     histogram = torch.bincount(bins, minlength=NUM_BINS).double()
     buckets = torch.bucketize(lag, lag.new_tensor(LAG_BUCKETS), right=True).clamp(min=1) - 1
     of_lags = (torch.ones_like(lag), off_ratio[of_run])

@@ -122,6 +122,8 @@ class EnginePolicy:
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
         most = min(self._max_response_tokens if max_tokens is None else max_tokens, room, self._call_limit)
+        if most < 1:
+            raise ValueError(f"max_tokens: got {max_tokens}, expected 1 or more; end the rollout instead")
         least: dict[str, Any] = {"min_tokens": min(self._min_tokens, most)} if self._min_tokens else {}
         with self._generating(), self._clock, self._asking():
             sampled = await self._engine.generate(

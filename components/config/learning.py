@@ -160,7 +160,9 @@ class TrainConfig(Section):
         "vocabulary; null: as many as fit in 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
     skip_zero_advantage: Annotated[bool, GROUPS] = Field(
-        default=True, description="skip trajectories whose advantage is zero, if that leaves them no gradient"
+        default=True,
+        description="skip trajectories whose advantage is zero, if that leaves them no gradient; a step in which all "
+        "are skipped moves nothing, where AdamW's momentum would",
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     compile: bool = Field(

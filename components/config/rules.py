@@ -455,6 +455,18 @@ def a_step_outlasts_its_rollouts(config: Config) -> None:
         )
 
 
+def explorers_outlast_their_rollouts(config: Config) -> None:
+    """One that tells nothing of its groups for half of the deadline is sent away."""
+    longest_s = config.rollout.timeout_s
+    if config.cluster.step_timeout_s <= 2 * longest_s:
+        raise ConfigError(
+            "cluster.step_timeout_s",
+            expected=f"more than 2 * rollout.timeout_s = {2 * longest_s:g}: an explorer is sent away if it tells "
+            "nothing of its groups for half of it",
+            fix=f"use {4 * longest_s:g}, or lower rollout.timeout_s",
+        )
+
+
 def a_loss_without_a_ratio_is_on_policy(config: Config) -> None:
     a, bound = config.algorithm, config.staleness.max_policy_lag
     if bound > 0 and not a.works_off_policy:
@@ -800,7 +812,7 @@ RL_RULES: tuple[Rule, ...] = (
     engines_fit_on_shared_devices,
 )
 """Training on rollouts within the lag bound."""
-JOB_RULES: tuple[Rule, ...] = (*RL_RULES, the_other_job_reads_the_weights)
+JOB_RULES: tuple[Rule, ...] = (*RL_RULES, the_other_job_reads_the_weights, explorers_outlast_their_rollouts)
 """One half of such a run, as a job of its own."""
 OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process)
 """Rollouts for a training loop that a recipe brings itself, `driver.Rollouts`."""

@@ -426,7 +426,7 @@ class HfEngine:
             s.versions.append(version)
             if token in s.request.stop:
                 s.finish_reason = "stop"
-            elif len(s.tokens) == s.num_wanted:
+            elif len(s.tokens) >= s.num_wanted:
                 s.finish_reason = "length"
             heard.append(Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason)))
             if s.request.heard is not None:

@@ -45,7 +45,8 @@ def sample(
     total = logprobs.double().exp_().cumsum(-1)
     # Never the very end, where rounding could reach a token of probability 0.
     places = torch.tensor([[min(number, 1 - 1e-12)] for number in numbers], dtype=torch.float64, device=logits.device)
-    drawn = torch.searchsorted(total, places * total[:, -1:], right=True)[:, 0]
+    # In a row that is not a number all the way, which is no other row's concern: its logprob says so.
+    drawn = torch.searchsorted(total, places * total[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
     kept = {row: logprobs[row].isfinite().nonzero()[:, 0].tolist() for row, w in enumerate(wanted) if w.top_k}

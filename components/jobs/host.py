@@ -14,7 +14,7 @@ import socket
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -363,7 +363,7 @@ class Host:
         if not (explorer.is_here and call.session == explorer.session):
             _refuse_one_sent_away(explorer, call)
             if call.verb == "put":
-                self._keep(call, explorer)
+                await self._keep(call, explorer)
             return {"over": True}
         if call.verb in OF_NO_COLLECTOR:
             return await verb(explorer, call)
@@ -424,7 +424,7 @@ class Host:
             raise ValueError("give: expected groups of clients, with their prompt")
         if of[1] >= self._buffer.where(explorer.source)[0] + MOST_AHEAD:
             raise ValueError(f"draw: got {of[1]}, expected the next")
-        self._check_content(group, min_policy_version=0, size=self._samplings.default.group_size)
+        self._check_content(group, least=0, most=self._published, sizes={self._samplings.default.group_size})
         if self._buffer.is_known(of):
             return {"taken": True}
         if (refusal := self._no_room(group)) is not None:
@@ -548,13 +548,14 @@ class Host:
 
     def _check(self, group: Group, admission: Admission) -> None:
         size = self._samplings.of(admission.task).group_size
-        self._check_content(group, min_policy_version=admission.min_policy_version, size=size)
+        self._check_content(group, least=admission.min_policy_version, most=self._published, sizes={size})
         if group.task_id != admission.task.task_id:
             raise ValueError(
                 f"group {group.group_id}: got task {str(group.task_id)[:80]}, expected {admission.task.task_id}"
             )
 
-    def _check_content(self, group: Group, *, min_policy_version: int, size: int) -> None:
+    def _check_content(self, group: Group, *, least: int, most: int, sizes: Collection[int]) -> None:
+        """That it can be trained on: its tensors, its versions from `least` to `most`, and its size."""
         samples = group.samples
         tokens = torch.cat([samples["prompt_tokens"], samples["response_tokens"]])
         longest = int((samples["prompt_lengths"] + samples["response_lengths"]).max())
@@ -573,25 +574,29 @@ class Host:
             if int(samples["token_tensors"][name].max()) >= (self._vocab_size or 2**31):
                 raise ValueError(f"group {group.group_id}: {name} has an id outside of the vocabulary")
         oldest, newest = group.policy_versions()
-        if not min_policy_version <= oldest <= newest <= self._published:
+        if not least <= oldest <= newest <= most:
             raise ValueError(
-                f"group {group.group_id}: got tokens of versions {oldest} to {newest}, expected "
-                f"{min_policy_version} to {self._published}"
+                f"group {group.group_id}: got tokens of versions {oldest} to {newest}, expected {least} to {most}"
             )
-        if len(group) != size or not isinstance(group.task_id, str):
-            raise ValueError(f"group {group.group_id}: got {len(group)} trajectories, expected {size}")
+        if len(group) not in sizes or not isinstance(group.task_id, str):
+            expected = " or ".join(map(str, sorted(sizes)))
+            raise ValueError(f"group {group.group_id}: got {len(group)} trajectories, expected {expected}")
 
-    def _keep(self, call: Call, explorer: _Explorer) -> None:
+    async def _keep(self, call: Call, explorer: _Explorer) -> None:
         """Groups for an earlier life of the train job: those made under weights that are still good are of use."""
         if call.session.startswith(self._life):
             return  # of a session that is over: issued again
         newest = good_until(self._lives, call.session[:8])
         draws, source = call.arguments["draws"], explorer.files.name if call.arguments.get("own") is True else ""
         for group in groups_of(call.payload or b""):
-            good = len(group) in self._samplings.group_sizes and group.policy_versions()[1] <= newest
+            try:
+                self._check_content(group, least=0, most=newest, sizes=self._samplings.group_sizes)
+            except ValueError as error:  # it is made again
+                logger.info("of an earlier life, from explorer %s: %s", explorer.files.name, error)
+                continue
             of = (source, int(draws[str(group.group_id)]))
-            if good and self._buffer.keep(group, of=of):
-                self._store.add([group], explorer=explorer.files.name, of=lambda _, of=of: of)
+            if self._buffer.keep(group, of=of):
+                await self._stored([group], explorer, lambda _, of=of: of)
 
     async def _on_retried(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         group_id, attempt = _number(call.arguments, "group_id"), _number(call.arguments, "attempt")

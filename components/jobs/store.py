@@ -111,7 +111,7 @@ class GroupStore:
             )
 
     def left_out(self, rows: Sequence[int]) -> None:
-        """An operator has dropped these."""
+        """An operator has dropped these. What a later life of the run draws again is generated again."""
         self._become(LEFT_OUT, rows)
 
     def void(self, rows: Sequence[int]) -> None:
@@ -140,8 +140,6 @@ class GroupStore:
         with self._transaction():
             undone = (FINISHED, num_batches)
             self._index.execute("UPDATE groups SET state = ?, batch = NULL WHERE batch >= ? AND file != ''", undone)
-            # What an operator dropped is delivered again: it is dropped again, or the operator has changed.
-            self._index.execute("UPDATE groups SET state = ? WHERE state = ?", (FINISHED, LEFT_OUT))
             self._index.execute(
                 "UPDATE groups SET state = ? WHERE state = ? AND newest_version > ?", (VOID, FINISHED, policy_version)
             )
@@ -162,9 +160,9 @@ class GroupStore:
 
         The index keeps what is known of their groups, and forgets where they were.
         """
-        needed = "SUM(state IN (?, ?) OR COALESCE(batch, -1) >= ?)"
+        needed = "SUM(state = ? OR COALESCE(batch, -1) >= ?)"
         old = f"SELECT file FROM groups WHERE file != '' GROUP BY file HAVING {needed} = 0"
-        names = [name for (name,) in self._index.execute(old, (FINISHED, LEFT_OUT, batch))]
+        names = [name for (name,) in self._index.execute(old, (FINISHED, batch))]
         with self._transaction():
             self._index.executemany("UPDATE groups SET file = '' WHERE file = ?", [(name,) for name in names])
         for name in names:

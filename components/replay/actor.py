@@ -374,13 +374,14 @@ class ReplayBufferActor(Watched):
         position = self._buffer.position(policy_version)
         if position is None:
             return None
-        used = self._reuse.after(position.num_batches)
+        # Both at one moment: while something is awaited, more tasks are drawn.
+        stream, used = self._stream.position(position), self._reuse.after(position.num_batches)
         if self._store is not None and not self._config.replay.keep_groups:
             # The checkpoint before is still needed, until the one that is being saved is whole.
             await asyncio.to_thread(self._store.forget_before, self._needed_from)
             self._needed_from = position.num_batches
         return asdict(position) | {
-            "stream": self._stream.position(position),
+            "stream": stream,
             "used_groups": await asyncio.to_thread(groups_as_text, used) if used else "",
         }
 

@@ -120,17 +120,17 @@ class Assembler:
     def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Batch:
         """The batch of these groups and of reused ones; metrics and rollouts cover only the new ones."""
         every = [*groups, *reused]
-        parts = dict(zip((g.group_id for g in every), self._advantages(every), strict=True))
+        parts = list(self._advantages(every))
         steps, rollouts = [], []
         for i in range(self.updates_per_batch):
             own, num_new = every[i :: self.updates_per_batch], len(groups[i :: self.updates_per_batch])
-            of_own = [parts[g.group_id] for g in own]
+            of_own = parts[i :: self.updates_per_batch]
             chosen = _readable(own[:num_new], self.rollouts_per_step, whole=index)
             drawn = [buffer.draw(index * self.updates_per_batch + i) for buffer in self.buffers]
             steps.append(self._step(own, of_own, chosen, drawn))
             rollouts.append([_row(own[n], t, of_own[n].readable[t]) for n, t in chosen])
         in_pass = sum(num_pass_tokens(b) for step in steps for b in step)
-        own = [parts[g.group_id] for g in groups]
+        own = parts[: len(groups)]
         return Batch(
             index=index,
             group_ids=[g.group_id for g in every],

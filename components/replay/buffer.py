@@ -166,6 +166,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         collate_fn: Callable[[Any], TensorDictBase] = stacked,
     ) -> None:
         start = start or Position()
+        # Queue indices count whole batches, though the last one before the resumption may have been short.
+        start = replace(start, num_taken=start.num_batches * rule.groups_per_batch)
         self._slot_writer = FreeSlotWriter(capacity) if writer is None else writer
         self._window_sampler = WindowSampler(sampler)
         super().__init__(
@@ -358,12 +360,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         try:
             result = await self._operated_elsewhere(group)
             self._decide(group, result, is_given=is_given)
+            del self._operating[group.group_id]
+            self._outcomes.pop(group.group_id).set_result(not isinstance(result, str))
+            self._progressed()  # which draws tasks, whose source may raise
         except Exception as error:
             self._fail_run(error)
-            return
-        del self._operating[group.group_id]
-        self._outcomes.pop(group.group_id).set_result(not isinstance(result, str))
-        self._progressed()
 
     def left_out(self, group_ids: Sequence[int]) -> Awaitable[list[int]]:
         """Those of these groups, which were delivered in this moment, that operators leave out; awaited, it waits for
@@ -665,7 +666,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _stop_holding_back(self) -> None:
         self._num_expected = 0
-        self._hand_out_slots()
+        try:
+            self._hand_out_slots()
+        except Exception as error:  # of the source of tasks: nobody awaits this
+            self._fail_run(error)
 
     def _hand_out_slots(self) -> None:
         """Answer the collectors for which there is a group, or for which there will never be one again."""
@@ -760,7 +764,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _admit_one(self) -> Admission:
         """A new group. Its id is its draw number, so it is the same in every run resumed from this one; only groups of
-        explorers' own tasks, which take ids and no draws, push it back.
+        explorers' own tasks, which take ids and no draws, push it back, and those that may be used again.
         """
         task = self._next_task
         assert task is not None
@@ -773,7 +777,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return admission
 
     def _admitted(self, task: Task, *, at_least: int = 0) -> Admission:
-        group_id = self._last_id = max(self._last_id + 1, at_least)
+        group_id = max(self._last_id + 1, at_least)
+        while self._reuse is not None and group_id in self._reuse:  # of an earlier life of the run
+            group_id += 1
+        self._last_id = group_id
         min_policy_version = self._window.admit(group_id)
         self._ledger.admit(group_id)
         spans.instant("admitted", group=group_id, version=min_policy_version)

@@ -117,6 +117,10 @@ class ReusePool:
         """The groups that could be reused once this many batches had been served, in admission order."""
         return [used for _, used in sorted(self._after[num_batches].items())]
 
+    def __contains__(self, group_id: int) -> bool:
+        """Whether the group of this id may be used again."""
+        return group_id in self._used
+
     def forget_before(self, num_batches: int) -> None:
         """This many batches have been trained on: no checkpoint will need an earlier state."""
         self._after = {n: used for n, used in self._after.items() if n >= num_batches}

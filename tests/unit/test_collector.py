@@ -807,6 +807,20 @@ def test_a_probe_cuts_each_call_although_the_environment_asks_for_more():
     play(scenario, Long())
 
 
+@pytest.mark.parametrize("most", [0, -3])
+def test_a_call_for_no_token_at_all_fails_its_rollout_and_reaches_no_engine(most: int):
+    class Spent(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            return await policy.generate(policy.encode(task.prompt), max_tokens=most)
+
+    async def scenario(rig, collecting):
+        with pytest.raises(Exception, match=f"max_tokens: got {most}, expected 1 or more"):
+            await rig.collector.rollouts([Task(task_id="t", prompt="x")], temperature=1.0, group_size=1)
+        assert not rig.engine.requests
+
+    play(scenario, Spent())
+
+
 def test_a_task_that_fails_in_an_evaluation_leaves_its_reason():
     class Picky(Answer):
         async def rollout(self, task: Task, policy: Any) -> Any:

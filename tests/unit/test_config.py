@@ -338,7 +338,9 @@ def test_a_setting_without_an_effect_is_refused(minimal: str, recipe: str, overr
 
 
 def test_a_file_that_evaluates_on_tasks_also_serves_stored_experiences(minimal: str) -> None:
-    Path(minimal).write_text(Path(minimal).read_text() + "eval: {every: 5, tasksets: {own: {name: jsonl, path: t.jsonl}}}\n")
+    Path(minimal).write_text(
+        Path(minimal).read_text() + "eval: {every: 5, tasksets: {own: {name: jsonl, path: t.jsonl}}}\n"
+    )
     given = ["task.name=store", "task.path=runs/leeway/first"]
     assert load_config(minimal, given, recipe="offline_rl").eval.tasksets
     with pytest.raises(ConfigError, match=r"^eval.path: got 'u.jsonl', .*, not in offline_rl; .*leeway run evaluate"):

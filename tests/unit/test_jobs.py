@@ -10,7 +10,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +348,18 @@ def test_a_file_goes_when_nothing_in_it_is_needed(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("*/*.groups")]) == 2
 
 
+def test_what_operators_left_out_is_neither_kept_for_ever_nor_taken_for_trained(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path)
+    rows = [store.add([fakes.group(i)])[0] for i in range(4)]
+    store.trained([("", 0)], batch=0)
+    store.left_out(rows[1:3])
+    position = Position(num_batches=1, num_taken=1, next_draw=4)
+    take_over(store, fakes.buffer_of(start=position), position, policy_version=1)
+    assert [store.count(state) for state in (TRAINED, LEFT_OUT)] == [2, 2], "3 was trained on and not written down"
+    assert store.forget_before(1) == 4
+    assert not [*tmp_path.glob("*/*.groups")]
+
+
 def test_an_index_of_something_else_and_a_missing_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_text("something else, and long enough to be taken for a header of SQLite" * 3)
     with pytest.raises(ValueError, match=r"index\.sqlite: no index of groups"):
@@ -459,6 +471,29 @@ def test_a_train_job_that_was_killed_goes_on_with_what_was_finished_meanwhile(tm
         trained = await train.step()
         assert [g.group_id for g in trained] == [4, 5, 6, 7]
         assert not explorer.link.must_start_again
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("wrong", [{"response_tokens": [2, 16]}, {"behavior_logprobs": [-1.0, float("nan")]}])
+def test_what_cannot_be_trained_on_is_not_kept_for_a_later_life_either(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        await explorer.put(*await explorer.admit(2), *await explorer.admit(2))
+        await train.step()
+        saved = train.saved()
+        good, bad = await explorer.admit(2)
+        await train.killed()
+        await explorer.put(good, version=1)
+        broken = [replace(fakes.trajectory(reward, 1), **wrong) for reward in (0.0, 1.0)]
+        await explorer.link.put([Group.of(group_id=bad.group_id, task_id=bad.task.task_id, trajectories=broken)])
+        train = Train(tmp_path, saved)
+        await train.begin()
+        again = [a.group_id for a in await explorer.admit(2)]
+        assert bad.group_id in again
+        assert good.group_id not in again
 
     play(scenario)
 
@@ -1278,6 +1313,7 @@ def test_the_halves_of_a_run_meet_in_its_folder_and_each_has_its_own() -> None:
         ("param_server.delta=true", "param_server.delta: got True, expected false"),
         ("rollout.pull=oldest", "rollout.pull: got 'oldest', expected newest"),
         ("cluster.placement=turns", "cluster.placement: got 'turns', expected separate"),
+        ("cluster.step_timeout_s=1200", "expected more than 2 * rollout.timeout_s = 1200: an explorer is sent away"),
     ],
 )
 @pytest.mark.parametrize("recipe", ["train", "explore"])

@@ -229,6 +229,12 @@ def test_on_policy_everything_is_at_rest():
         assert metrics[name] == 0.0
 
 
+def test_a_logprob_that_is_no_number_is_left_to_the_step_that_is_skipped_for_it():
+    sums, _ = sums_of([-1.0, math.nan, math.inf, -2.0], [-1.0] * 4)
+    assert dict(zip(SUMS, sums.tolist(), strict=True))["tokens"] == 4
+    assert math.isnan(step_metrics(*sums_of([-1.0, math.nan], [-1.0] * 2))["train/kl/mean"])
+
+
 def test_diagnostics_in_closed_form():
     ratios, adv = [2.0, 0.5, 2.0, 0.5], [1.0, 1.0, -1.0, -1.0]
     logp = [math.log(r) - 1.0 for r in ratios]

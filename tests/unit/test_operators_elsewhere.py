@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from leeway.replay.buffer import ReplayBuffer
-from leeway.types import Group
+from leeway.types import Group, Task
 
 from ..fakes import SOON_S, admit, buffer_of, goes_on, group, still_waits, take_batch, waits
 
@@ -141,6 +141,27 @@ def test_a_failure_of_operators_is_raised_by_all_that_wait_and_all_that_come() -
         assert elsewhere.failures == [error]
         assert elsewhere.asked[1].cancelled(), "the others are waited for no more"
         assert await left_out == []
+
+    asyncio.run(scenario())
+
+
+def test_a_source_of_tasks_that_fails_when_a_group_is_left_out_is_a_failure_too() -> None:
+    async def scenario() -> None:
+        def tasks() -> Iterator[Task]:
+            yield from (Task(task_id=f"task-{i}", prompt="") for i in range(3))
+            raise ValueError("the prompt of task-3 is too long")
+
+        elsewhere = Elsewhere()
+        buffer = elsewhere.buffer(P=2, T=0, tasks=tasks())
+        await buffer.published(0)
+        await admit(buffer, collector="a")
+        await delivered(buffer, 0, 1)
+        asking, taking = await waits(admit(buffer, collector="a")), await waits(take_batch(buffer))
+        await elsewhere.answers(0, "equal rewards")
+        for waiting in (asking, taking):
+            with pytest.raises(ValueError, match="task-3 is too long"):
+                await goes_on(waiting)
+        assert [str(error) for error in elsewhere.failures] == ["the prompt of task-3 is too long"]
 
     asyncio.run(scenario())
 

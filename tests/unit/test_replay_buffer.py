@@ -554,6 +554,33 @@ async def _kill_and_resume(rng: random.Random) -> None:
     assert len(trained) == len(set(trained)) == 2 * version
 
 
+@pytest.mark.parametrize("T", [0, 2])
+def test_after_a_short_last_batch_longer_runs_keep_the_bound(T: int) -> None:
+    """Queue indices count whole batches: else each later group would begin a version too early."""
+
+    async def play(buffer: ReplayBuffer, version: int) -> int:
+        begun: dict[int, int] = {}
+        await buffer.published(version)
+        while True:
+            begun |= dict.fromkeys(ids := await admit(buffer), version)
+            await buffer.put([group(i) for i in ids])
+            if (served := await take_batch(buffer)) is None:
+                return version
+            assert version - min(begun[i] for i in served.group_ids) <= T
+            await buffer.trained(served.group_ids)
+            version += 1
+            await buffer.published(version)
+
+    async def scenario() -> None:
+        buffer = buffer_of(P=4, T=T, num_tasks=11)
+        version = await play(buffer, 0)
+        assert version == 3
+        longer = buffer_of(P=4, T=T, num_tasks=24, start=buffer.position(version))
+        assert await play(longer, version) == 3 + 4
+
+    asyncio.run(scenario())
+
+
 def test_the_middle_of_a_batchs_steps_is_no_place_to_go_on_from() -> None:
     async def scenario() -> None:
         buffer = buffer_of(P=2, T=2, updates_per_batch=2)

@@ -152,7 +152,7 @@ def test_new_groups_and_their_bound_follow_from_the_uses(minimal: str) -> None:
     assert (plain.fresh_groups_per_batch, plain.first_use_policy_lag, plain.total_groups) == (12, 2, 144)
     d = derive(load_config(minimal, ["replay.max_uses=3", "replay.cooldown=1", "staleness.max_policy_lag=7"]))
     assert (d.fresh_groups_per_batch, d.first_use_policy_lag, d.target_policy_lag, d.max_policy_lag) == (4, 3, 3, 7)
-    assert (d.total_groups, d.sequences_per_batch, d.reorder_window) == (48, 96, 4)
+    assert (d.total_groups, d.sequences_per_batch, d.reorder_window) == (48, 96, 1)
     # The bound leaves no more than lockstep for the first use.
     assert derive(
         load_config(minimal, ["replay.max_uses=2", "staleness.max_policy_lag=1", "staleness.reorder_window=1"])

@@ -7,9 +7,12 @@ import dataclasses
 import itertools
 import json
 import random
+import threading
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,10 +20,13 @@ from leeway.config import load_config
 from leeway.driver.checkpoints import Checkpoints, newest_state, saved_position
 from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
+from leeway.replay.admission import AdmissionRule
+from leeway.replay.buffer import ReplayBuffer
+from leeway.replay.position import Position
 from leeway.replay.reuse import ReusePool
 from leeway.replay.saved_groups import groups_as_text, groups_from_text
 from leeway.runtime.supervisor import Supervisor
-from leeway.types import Admission, Group, Turn
+from leeway.types import Admission, Group, Offer, Task, Turn
 
 from ..fakes import FakeRank
 from .test_reuse import group, steady
@@ -165,6 +171,60 @@ def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
     full = (max_uses - 1) * (cooldown + 1)
     assert sizes[full:] == [P] * (num_batches - full), "a run that goes on has no smaller batches"
     assert set(sizes[: cooldown + 1]) == {P // max_uses}
+
+
+def test_what_is_drawn_while_a_checkpoint_is_saved_is_drawn_again_after_it(config, tmp_path: Path) -> None:
+    """A train job removes old files in between."""
+    drawn = threading.Event()
+
+    async def admitted(actor: ReplayBufferActor) -> list[tuple[int, str]]:
+        await actor.published(0)
+        return [(a.group_id, a.task.task_id) for a in await actor.admit(4, 5, "generator")]
+
+    async def scenario() -> None:
+        actor, log = ReplayBufferActor(config(), role="replay", log_file=tmp_path / "log"), tmp_path / "log"
+        actor._store = cast(Any, SimpleNamespace(forget_before=lambda batch: drawn.wait(60)))
+        actor._needed_from = 0
+        saving = asyncio.create_task(actor.position(0))
+        await asyncio.sleep(0)
+        first = await admitted(actor)
+        drawn.set()
+        start = json.loads(json.dumps(await saving))
+        assert await admitted(ReplayBufferActor(config(), role="replay", log_file=log, start=start)) == first
+
+    asyncio.run(scenario())
+
+
+def test_groups_of_an_earlier_life_keep_their_ids_and_new_ones_get_others() -> None:
+    """Explorers' own tasks take ids and no draws, so that nothing but the groups themselves says which are taken."""
+    options: dict[str, Any] = {"max_uses": 2, "max_reused": 2, "updates_per_batch": 1, "max_lag": 4}
+    rule = AdmissionRule(
+        groups_per_batch=2, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=3, max_lag=3
+    )
+
+    async def begun(pool: ReusePool, start: Position | None, version: int) -> tuple[ReplayBuffer, list[Admission]]:
+        buffer = ReplayBuffer(
+            tasks=iter([Task(task_id="t", prompt="")]),
+            **{"rule": rule, "num_batches": 9, "capacity": 40, "reuse": pool, "start": start, "num_collectors": 0},
+        )
+        await buffer.published(version)
+        first, _ = buffer.where("a")
+        own = deque((first + i, Task(task_id=f"own-{first + i}", prompt="")) for i in range(4))
+        return buffer, await buffer.admit(2, timeout_s=5, collector="a", offer=Offer("a", own))
+
+    async def scenario() -> None:
+        pool = ReusePool(**options)
+        buffer, admissions = await begun(pool, None, 0)
+        await buffer.put([group(a.group_id) for a in admissions])
+        served = await buffer.take_batch(timeout_s=5)
+        assert served is not None
+        await buffer.trained(served.group_ids)
+        used = pool.after(1)
+        assert len(used) == 2
+        _, later = await begun(ReusePool(**options, start=used, num_batches=1), buffer.position(1), 1)
+        assert len({a.group_id for a in later} | {u.group.group_id for u in used}) == 4
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow

@@ -1,0 +1,43 @@
+"""Tokens for rows of logits: each row's own, whatever the others are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from leeway.engines.hf_sampling import Sampling, sample
+
+OF_ALL = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [OF_ALL, OF_ALL._replace(top_k=3), OF_ALL._replace(top_p=0.9)])
+def test_a_row_that_is_no_number_has_a_logprob_that_says_so_and_no_other_has(wrong: float, sampling: Sampling) -> None:
+    """An error here would be the engine's end; what is made of such a logprob fails alone."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    expected = sample(logits.clone(), [sampling] * 3, [0.3, 0.6, 0.9], barred=[()] * 3, scale=1.0)
+    logits[1, 7] = wrong
+    found = sample(logits, [sampling] * 3, [0.3, 0.6, 0.9], barred=[()] * 3, scale=1.0)
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+    token, logprob, _ = found[1]
+    assert 0 <= token < 50
+    assert not math.isfinite(logprob)
+
+
+def test_a_number_chooses_by_the_distribution_that_is_left() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+    cases = [
+        (OF_ALL, 0.05, (), 0, 0.1),
+        (OF_ALL, 0.95, (), 3, 0.4),
+        (OF_ALL, 0.05, {0}, 1, 0.2 / 0.9),
+        (OF_ALL._replace(top_k=2), 0.0, (), 2, 0.3 / 0.7),
+        (OF_ALL._replace(top_p=0.5), 0.0, (), 2, 0.3 / 0.7),
+        (OF_ALL._replace(temperature=0.0), 0.0, (), 3, 0.4),
+    ]
+    for sampling, number, barred, token, probability in cases:
+        found, logprob, kept = sample(logits.clone(), [sampling], [number], barred=[barred], scale=1.0)[0]
+        assert (found, math.exp(logprob)) == (token, pytest.approx(probability))
+        assert kept == ([2, 3] if sampling.top_k else [])
