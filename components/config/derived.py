@@ -22,8 +22,8 @@ class Derived:
     group is in flight when weights change.
     `fresh_groups_per_batch`: those of a batch that were not used before; `first_use_policy_lag`: the bound on their
     lag, which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
-    train.skip_zero_advantage, where it changes no gradient. `scores_proximal`: whether the trainer scores a batch when it
-    is taken. `has_critic`: whether it has a value function, whose values are taken then too.
+    train.skip_zero_advantage, where it changes no gradient. `scores_proximal`: whether the trainer scores a batch when
+    it is taken. `has_critic`: whether it has a value function, whose values are taken then too.
     `groups_per_generator`: the most groups that one engine works on at a time. `seeded_requests`: every request of a
     group has its own seed; never where one lives through a change of weights, because a KV cache that is rebuilt would
     rewind its generator. `versions_kept`: the newest, or, if engines pull the oldest, all that a group may still start
