@@ -57,7 +57,9 @@ class Objective:
     def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         raise NotImplementedError
 
-    def step_values(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> torch.Tensor:
+    def step_values(
+        self, batch: TrainBatch, proximal_logprobs: torch.Tensor, reference_logprobs: torch.Tensor | None
+    ) -> torch.Tensor:
         """Numbers [K] of one rank's share of a step; see `needs_step_values`."""
         raise NotImplementedError
 
@@ -112,12 +114,22 @@ class PolicyObjective(Objective):
     def needs_step_values(self) -> bool:
         return self.correction.needs_step_values
 
-    def step_values(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> torch.Tensor:
-        sampled = self.policy_tokens(batch)
-        lengths = batch.response_lengths
-        segments = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    def step_values(
+        self, batch: TrainBatch, proximal_logprobs: torch.Tensor, reference_logprobs: torch.Tensor | None
+    ) -> torch.Tensor:
+        lengths, behavior = batch.response_lengths, batch.behavior_logprobs
+        tokens = Tokens(
+            torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths),
+            self.policy_tokens(batch),
+            behavior,
+            batch.policy_versions,
+            batch.advantages,
+            proximal_logprobs,
+            behavior if reference_logprobs is None else reference_logprobs,
+        )
+        advantages, _ = self._penalised(proximal_logprobs, tokens)
         return self.correction.step_values(
-            CorrectionInputs(proximal_logprobs, batch.behavior_logprobs, batch.advantages, sampled, segments)
+            CorrectionInputs(proximal_logprobs, behavior, advantages, tokens.mask, tokens.segments)
         )
 
     def policy_tokens(self, batch: TrainBatch) -> torch.Tensor:

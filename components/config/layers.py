@@ -36,7 +36,7 @@ CHOICES = {
 def lay_over(base: Tree, own: Tree) -> Tree:
     """Merge `own` (a stage's settings) over `base`, removing the settings that it replaces."""
     shared = copy.deepcopy(base)
-    set_here = [key for key, value in settings_in(own, "") if value]
+    set_here = [key for key, value in settings_in(own, "") if _chooses_this(key, value)]
     drop_replaced(shared, set_here, chosen={key: value_at(own, key) for key in CHOICES})
     return merge(shared, own)
 
@@ -153,7 +153,12 @@ def _chooses(override: Override, choice: str, dropped: str) -> bool:
 
 
 def _leaf_keys(overrides: Iterable[Override]) -> list[str]:
-    return [key for o in overrides for key, value in settings_in(o.value, o.key) if value]
+    return [key for o in overrides for key, value in settings_in(o.value, o.key) if _chooses_this(key, value)]
+
+
+def _chooses_this(key: str, value: Any) -> bool:
+    """Whether such a value takes the place of a rival's: no warm-up does, no held-out share does not."""
+    return bool(value) or (key in ("optimizer.warmup_steps", "optimizer.warmup_frac") and value is not None)
 
 
 def _last(overrides: Iterable[Override], wanted: str) -> Any:

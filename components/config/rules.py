@@ -678,7 +678,8 @@ def buffers_are_complete(config: Config) -> None:
                 f"{where}.order", got="adaptive", expected="an order that needs no new answers", fix="leave it out"
             )
         source_is_complete(source, where)
-    turning = {0, *(own.decay_steps for own in buffers.values())}  # straight lines in between
+    # Straight lines in between.
+    turning = {0} | {end for b in buffers.values() for end in (b.warmup_steps, b.warmup_steps + b.decay_steps)}
     if (most := max(sum(own.weight_at(step) for own in buffers.values()) for step in turning)) > 1.0:
         raise ConfigError(
             "replay.buffers",

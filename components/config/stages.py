@@ -10,10 +10,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from ..failures import printable
 from .effect import recipe_reads
 from .errors import ConfigError, words
 from .keys import check_known
-from .layers import apply_overrides, lay_over
+from .layers import OF_A_SOURCE, apply_overrides, lay_over
 from .load import build_config, config_path, read_tree
 from .names import nearest
 from .overrides import Override, apply_override, parse_overrides
@@ -103,6 +104,8 @@ def resolve_stages(
         stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=stage_dir, notes=notes))
     for keys in [{key} for key in typed] or [set[str]()]:
         _refuse_what_nobody_reads(keys, stages)
+    for number, stage in enumerate(stages):
+        _refuse_to_train_on_what_is_held_out_later(stage, stages[number + 1 :])
     return stages
 
 
@@ -133,6 +136,27 @@ def _refuse_what_nobody_reads(keys: set[str], stages: Sequence[Stage]) -> None:
         raise refused[-1]
 
 
+def _refuse_to_train_on_what_is_held_out_later(stage: Stage, later: Sequence[Stage]) -> None:
+    """Of the same source, that is: what another one has in common with it is not known before it is read."""
+    own = stage.config
+    for other in (s.config for s in later if stage.recipe.trains):
+        if any(getattr(own.task, key) != getattr(other.task, key) for key in ("name", *OF_A_SOURCE)):
+            continue
+        is_file = other.eval.path is not None
+        key, mine, its = (
+            ("eval.path", own.eval.path, other.eval.path)
+            if is_file
+            else ("task.holdout_frac", own.task.holdout_frac, other.task.holdout_frac)
+        )
+        if (mine != its) if is_file else (mine < its):
+            raise ConfigError(
+                f"stages.{stage.name}.{key}",
+                got=mine,
+                expected=f"{its} as in a later stage: it would be trained on what is held out there",
+                fix=f"set {key} once, for all stages",
+            )
+
+
 def _weights_note(tree: Tree, config: Config) -> tuple[str, ...]:
     """Which weights the first stage starts from, where `model.path` names a run."""
     model = tree.get("model")
@@ -146,8 +170,11 @@ def _shapes_the_run(key: str) -> bool:
     return head == "stages" and (len(rest) < 2 or rest[1:] == ["recipe"])
 
 
-def run_yaml(stages: Sequence[Stage]) -> str:
-    """The settings of a whole run as YAML that loads again: what stages share, then each one's own. No secrets."""
+def run_yaml(stages: Sequence[Stage], *, command: str = "") -> str:
+    """The settings of a whole run as YAML that loads again: what stages share, then each one's own. No secrets.
+
+    `command`: for people, as comments before them. A setting in it may have several lines.
+    """
     trees = [stage.config.written(loads_again=True) for stage in stages]
     shared = trees[0]
     for tree in trees[1:]:
@@ -157,7 +184,8 @@ def run_yaml(stages: Sequence[Stage]) -> str:
             stage.name: {"recipe": stage.recipe.name, **_difference(tree, shared)}
             for stage, tree in zip(stages, trees, strict=True)
         }
-    return OmegaConf.to_yaml(OmegaConf.create(shared))
+    comment = "".join(f"# {printable(line)}\n" for line in command.splitlines())
+    return comment + OmegaConf.to_yaml(OmegaConf.create(shared))
 
 
 def _stage_trees(tree: Tree) -> dict[str, Tree]:

@@ -19,6 +19,13 @@ from ..config import Config
 CLEAR_AFTER_STEPS = 5
 """Fewer steps are not enough evidence: one batch of hard tasks proves nothing."""
 CUT_OFF_FRAC = 0.5
+OFTEN = 200
+"""So many steps are looked at one by one, and later ones as rarely as keeps the work for each the same."""
+_READ = (
+    *("train/grad_norm", "train/lr", "train/zero_advantage_frac", "train/truncated_frac"),
+    *("train/reward/mean", "train/reward/std"),
+)
+"""Of a step's metrics, beside the loss and the signs of cheating. A long run has a hundred times as many steps."""
 FALL_STEPS, FALL_FRAC, FALL_ERRORS = 12, 0.1, 3.0
 _NO_SIGNS = ("reward_hacking/full", "reward_hacking/suspects", "reward_hacking/suspect_frac")
 _LOOK = "read the answers in rollouts/"
@@ -70,11 +77,14 @@ class LearningWatch:
         """Takes the metrics of a step (other rows are ignored); returns new warnings."""
         if "train/grad_norm" not in metrics:
             return []
+        read = {name: metrics[name] for name in (*_READ, self._loss_name) if name in metrics}
+        read |= {name: value for name, value in metrics.items() if name.startswith("reward_hacking/") and value}
         if "train/reward/mean" in metrics:
-            self._batches.append(metrics)
-        self._steps.append(metrics)
-        self._num_idle += self._is_idle(metrics)
-        if len(self._steps) < CLEAR_AFTER_STEPS:
+            self._batches.append(read)
+        self._steps.append(read)
+        self._num_idle += self._is_idle(read)
+        number = len(self._steps)
+        if number < CLEAR_AFTER_STEPS or number % (number // OFTEN + 1):
             return []
         new = [(check, text) for check in self._checks() if check not in self._said and (text := check())]
         self._said |= {check for check, _ in new}

@@ -26,7 +26,7 @@ from ..config import Config, Stage, run_yaml
 from ..config.secrets import shown_argument
 from ..failures import PASSING, InputRefused, PartFailed, Refused, printable
 from ..monitor import weights_sha256, write_summary
-from ..monitor.jsonl import set_folder_aside
+from ..monitor.jsonl import set_folder_aside, write_text_atomically
 from ..monitor.logs import others_to_file, say
 from ..redaction import redacted
 from ..runtime.footprint import Footprint
@@ -61,7 +61,7 @@ def run_stages(
             run_dir.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(run_dir))
             argv = [redacted(shown_argument(argument)) for argument in argv]
-            (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
+            write_text_atomically(run_dir / "config.yaml", run_yaml(stages, command=" ".join(argv[1:])))
             goes_on = stages[0].config.checkpoint.resume == "auto"
             record = RunRecord(run_dir, recipes=[stage.recipe for stage in stages], argv=argv, goes_on=goes_on)
         except (RunIsRunning, BadRecord) as error:

@@ -185,6 +185,7 @@ class EngineWeights:
         self._reading: Iterator[None] | None = None
         self._half_loaded = False
         self._unread: list[str] = []
+        self._num_loads = 0
 
     def map_staged(self, folder: Path, *, ahead: bool) -> None:
         """Before the pause: what the next load takes. `ahead`: load into a second set of tensors, if possible."""
@@ -298,12 +299,13 @@ class EngineWeights:
 
     def _read_back(self, manifest: Manifest) -> Iterator[None]:
         served = self._config.model_config
+        turn, self._num_loads = self._num_loads, self._num_loads + 1  # versions may come in strides, and miss columns
         result = yield from read_back(
             self.model,
             self._own_tensors(),
             dtype=served.dtype,
             device=self._device,
-            turn=manifest.policy_version,
+            turn=turn,
             head_is_packed=served.head_dtype == served.dtype,
         )
         if result.differing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import importlib.util
 from typing import Any
@@ -15,8 +16,9 @@ from .step import Observation, Step, StepEnvironment
 class GymnasiumEnv(StepEnvironment):
     """One environment of `gymnasium.make(id)` per conversation; calls run in threads.
 
-    Observations are shown as text (str() of anything else); the first follows the task's prompt. With `actions`,
-    the last of these words in the policy's turn is the action of its index; without, the turn's text is the action.
+    It begins with a seed that is made of the task's id. Observations are shown as text (str() of anything else); the
+    first follows the task's prompt. With `actions`, the last of these words in the policy's turn is the action of its
+    index; without, the turn's text is the action.
     """
 
     Options = GymnasiumOptions
@@ -32,7 +34,9 @@ class GymnasiumEnv(StepEnvironment):
         self._env = await asyncio.to_thread(
             importlib.import_module("gymnasium").make, self.options.id, **self.options.arguments
         )
-        observation, _ = await asyncio.to_thread(self._env.reset)
+        # All conversations of a group begin alike, or their rewards would compare beginnings.
+        seed = int.from_bytes(hashlib.sha256(task.task_id.encode()).digest()[:4], "big") >> 1
+        observation, _ = await asyncio.to_thread(self._env.reset, seed=seed)
         # A list of messages has its own place for the observation: the last message.
         if isinstance(task.prompt, str):
             return f"{task.prompt}\n{observation}"

@@ -92,13 +92,14 @@ async def rubric(
 ) -> float:
     """The share, by weight, of the criteria that the text meets. Each is one question to the judge, asked concurrently.
 
-    Criteria are texts, or texts with weights, taken from the task's row under `key`, else from `criteria`. A negative
-    weight marks a fault and is subtracted; the result is never below 0. An answer other than yes or no counts against
-    the text: the merit is not met, the fault is present. An empty text earns 0 without asking the judge.
+    Criteria are a text, several, or texts with weights, taken from the task's row under `key`, else from `criteria`. A
+    negative weight marks a fault and is subtracted; the result is never below 0. An answer other than yes or no counts
+    against the text: the merit is not met, the fault is present. An empty text earns 0 without asking the judge.
     """
     found: Any = task.info.get(key, criteria)
     if not found:
         raise ValueError(f"rubric: task {task.task_id} has no criteria under {key!r}; give some, or set criteria")
+    found = [found] if isinstance(found, str) else found
     weights = dict(found) if isinstance(found, Mapping) else dict.fromkeys(found, 1.0)
     if not all(_is_weight(w) for w in weights.values()) or not any(w > 0 for w in weights.values()):
         found = f"{list(weights.values())!r:.80}"

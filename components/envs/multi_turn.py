@@ -12,7 +12,8 @@ from .step import Observation, Step, StepEnvironment
 
 
 class MultiTurn(StepEnvironment):
-    """Ends when the reward of an answer reaches `solved`, or with the last turn; pays the last answer's reward.
+    """Ends when the reward of an answer reaches `solved`, with the last turn, or when no further one fits; pays the
+    last answer's reward.
 
     Metrics: those of the last answer's `Score`, "env/first_try" (1.0 where the first answer was enough).
     """
@@ -29,7 +30,7 @@ class MultiTurn(StepEnvironment):
             self._feedback = import_user_object(options.feedback, key="env.options.feedback", expected=expected)
 
     async def reset(self, task: Task) -> Observation:
-        self._task, self._turn = task, 0
+        self._task, self._turn, self._pay = task, 0, 0.0
         return task.prompt
 
     async def step(self, completion: Completion) -> Step:
@@ -39,9 +40,13 @@ class MultiTurn(StepEnvironment):
         metrics = dict(scored.metrics)
         if self._turn == 1:
             metrics["env/first_try"] = float(solved)
+        late = scored.reward * self.options.decay ** (self._turn - 1)
+        self._pay = min(scored.reward, late)  # being late never makes a bad answer cost less
         if solved or self._turn >= self.max_turns:
-            late = scored.reward * self.options.decay ** (self._turn - 1)
-            return None, min(scored.reward, late), True, metrics  # being late never makes a bad answer cost less
+            return None, self._pay, True, metrics
         if self._feedback is not None:
             return self._feedback(self._task, completion.text), 0.0, False, metrics
         return self.options.feedback.replace("{reward}", f"{scored.reward:g}"), 0.0, False, metrics
+
+    async def out_of_room(self) -> float:
+        return self._pay

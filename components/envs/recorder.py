@@ -48,7 +48,8 @@ class Recorder:
 
     If a request's messages begin with those of an earlier request and its answer, it continues from that request's
     tokens: sampled tokens are never changed. The same holds for a bare completion whose text (or tokens) begins with an
-    earlier one's and its answer. Any other request starts a new conversation.
+    earlier one's and its answer. Any other request starts a new conversation; so does each further one of several that
+    continue the same turn at the same time.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -69,7 +70,7 @@ class Recorder:
             prompt_messages = with_system(rendered(messages), tools_text)
             found = _Conversation([], Transcript(self._policy.prompter, prompt_messages))
             transcript = found.transcript
-        turn = await self._sample(found, transcript, max_tokens)
+        turn, found = await self._sample(found, transcript, max_tokens)
         found.seen = [*seen, seen_message({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
         return turn
 
@@ -88,7 +89,7 @@ class Recorder:
             tokens = self._known(prompt, self._policy.prompter.encode_text)
             found = _Conversation("", Transcript(self._policy.prompter, tokens))
             transcript = found.transcript
-        turn = await self._sample(found, transcript, max_tokens, calls=False)
+        turn, found = await self._sample(found, transcript, max_tokens, calls=False)
         found.seen = prompt + turn.text if isinstance(prompt, str) else ""
         found.was_cut = turn.completion.finish_reason == "length"
         return turn
@@ -118,19 +119,23 @@ class Recorder:
 
     async def _sample(
         self, found: _Conversation, transcript: Transcript, max_tokens: int | None, *, calls: bool = True
-    ) -> ChatTurn:
+    ) -> tuple[ChatTurn, _Conversation]:
+        """The turn, and the conversation that has it: `found`, unless another request has gone on with it meanwhile."""
         self.num_requests += 1
-        number, prompt = self.num_requests, transcript.tokens
+        number, prompt, before = self.num_requests, transcript.tokens, found.transcript
         if len(prompt) >= self._policy.max_model_len:
             raise NoRoom(f"{len(prompt)} tokens; at most {self._policy.max_model_len} fit with the answer")
         (completion,) = await self._policy.generate(prompt, n=1, max_tokens=max_tokens)
+        if found.transcript is not before:  # its earlier answers are trained on there
+            transcript = transcript.as_prompt()
+            found = _Conversation(found.seen, transcript)
         transcript.sampled(completion)
         if not any(c is found for c in self._conversations):
             self._conversations.append(found)
         found.transcript, found.num_sampled = transcript, found.num_sampled + len(completion.tokens)
         if not calls:
-            return ChatTurn(completion.text, [], completion, len(prompt))
-        return chat_turn(completion, len(prompt), number=number)
+            return ChatTurn(completion.text, [], completion, len(prompt)), found
+        return chat_turn(completion, len(prompt), number=number), found
 
     def trajectory(self, *, reward: float, metrics: dict[str, float], longest_only: bool = False) -> Trajectory:
         """The conversation with the most sampled tokens; the others are attached to it, in order.

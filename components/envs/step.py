@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 from ..config.environments import TurnsOptions
@@ -60,6 +61,10 @@ class StepEnvironment(Environment):
         """
         return str(observation)
 
+    async def out_of_room(self) -> float:
+        """What is still to be paid if the conversation ends because no further turn fits; by default nothing."""
+        return 0.0
+
     async def close(self) -> None:
         """Called once at the end of every conversation, even if it failed or took too long."""
 
@@ -92,6 +97,9 @@ class StepEnvironment(Environment):
                 observation = self._checked_observation(answer, "step")
                 if not transcript.observed(observation, max_len=policy.max_model_len):
                     finish_reason = "length"
+                    late = await self.out_of_room()
+                    turns[-1] = replace(turns[-1], reward=turns[-1].reward + late)
+                    reward += late
                     break
             metrics = {"env/turns": float(num_turns), **metrics}
             return transcript.trajectory(reward=reward, finish_reason=finish_reason, metrics=metrics, turns=turns)

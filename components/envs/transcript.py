@@ -51,6 +51,13 @@ class Transcript:
         other._token_tensors = {name: list(parts) for name, parts in self._token_tensors.items()}
         return other
 
+    def as_prompt(self) -> Transcript:
+        """A conversation that goes on from here, in which all of this one is prompt: none of its tokens is sampled."""
+        other = self.copy()
+        other.prompt_tokens, other._response = self.tokens, []
+        other._mask, other._logprobs, other._versions, other._token_tensors = [], [], [], {}
+        return other
+
     def sampled(self, completion: Completion) -> None:
         """The policy's turn."""
         self._response += completion.tokens

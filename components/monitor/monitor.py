@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import printable
+from ..types import NO_VERSION
 from .jsonl import as_line, write_text_atomically
 from .sink import Record, Sink
 from .suspects import SuspectList
@@ -117,7 +118,7 @@ class Monitor:
 
 def table_row(step: int, row: Mapping[str, Any]) -> dict[str, str | float]:
     """One answer for a table of a logger: what a person reads of it, as text and numbers."""
-    versions = row.get("policy_versions") or [-1]
+    versions = [v for v in row.get("policy_versions") or () if v != NO_VERSION]  # without those of an environment
     advantage = row.get("advantage", math.nan)
     return {
         "step": step,
@@ -127,7 +128,7 @@ def table_row(step: int, row: Mapping[str, Any]) -> dict[str, str | float]:
         "advantage": float(advantage) if isinstance(advantage, int | float) else sum(advantage) / len(advantage),
         "tokens": len(row.get("response_tokens", ())),
         "finish_reason": printable(str(row.get("finish_reason", ""))),
-        "oldest_version": min(versions),
+        "oldest_version": min(versions, default=NO_VERSION),
     }
 
 

@@ -232,6 +232,8 @@ def _build_mix(
 
     parts: dict[str, TaskSet] = {}
     weights: dict[str, float] = {}
+    if split == "train":
+        kept_out = kept_out | _held_out_of_any(config, seed)
     for name, own in config.parts().items():
         weights[name] = config.mix[name].weight
         try:
@@ -248,6 +250,19 @@ def _build_mix(
     share = None if num is None else -(-num // len(parts))
     held_out = [task for part in parts.values() for task in part.tasks[:share]][:num]
     return TaskSet(held_out, seed=seed, order="sequential", name="held_out")
+
+
+def _held_out_of_any(config: TaskConfig, seed: int) -> set[str]:
+    """Of parts that hold out different shares: digests of what any of them holds out, for others may have it too."""
+    parts = config.parts().values()
+    least = min(own.holdout_frac for own in parts)
+    return {
+        row.digest
+        for own in parts
+        if own.holdout_frac > least
+        for row in read_rows(own, seed)
+        if is_held_out(row.digest, own.holdout_frac)
+    }
 
 
 def read_rows(config: TaskSource, seed: int) -> list[Row]:

@@ -88,6 +88,7 @@ class TrainerActor(Watched):
         from .actor_critic import make_trainer
 
         def another() -> Any:
+            self._trainer.retire()
             del self._trainer  # before the next one is made: both would not fit
             gc.collect()
             return make_trainer(settings, **self._place)

@@ -61,6 +61,9 @@ class Gatherer:
         assert isinstance(beside, dist.ProcessGroup)
         self._beside = beside
 
+    def close(self) -> None:
+        dist.destroy_process_group(self._beside)
+
     def new_parts(self) -> list[torch.Tensor]:
         """Memory for this rank's part of every bucket, for `copy_parts`; pinned, so that a GPU copies by itself."""
         return [part.empty(pinned=self._on_gpu) for part in self._parts]

@@ -92,6 +92,7 @@ class Saver:
 
     def close(self) -> None:
         self._thread.shutdown()
+        dist.destroy_process_group(self._group)
 
     def _written_in_parts(
         self, settings: TrainerSettings, weights: Gatherer | MergedWeights, folder: Path

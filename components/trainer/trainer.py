@@ -170,12 +170,8 @@ class Trainer:
         """
         self._check_versions(batch)
         started = time.monotonic()
-        objective = self._objective
-        if objective.needs_step_values:
-            if proximal_logprobs is None:
-                proximal_logprobs = self.token_logprobs(batch)
-            objective = objective.for_step(self._gathered(objective.step_values(batch, proximal_logprobs)))
         reference_logprobs = self._reference_logprobs(batch)
+        objective, proximal_logprobs = self._of_step(batch, proximal_logprobs, reference_logprobs)
         sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._device)
         maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
@@ -207,10 +203,27 @@ class Trainer:
     def evaluate(self, batch: TrainBatch) -> dict[str, float]:
         """Evaluate the objective on this share of data under the current weights (a collective); nothing is learned."""
         reference_logprobs = self._reference_logprobs(batch)
-        losses = [self._loss(self._objective, m, batch)[1] for m in self._passes(batch, None, reference_logprobs)]
+        objective, proximal_logprobs = self._of_step(batch, None, reference_logprobs)
+        current_is_proximal = objective.needs_proximal and proximal_logprobs is None
+        losses = [
+            self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)[1]
+            for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs)
+        ]
         sums = self._reduce(torch.stack([loss.sums for loss in losses]).sum(0), dist.ReduceOp.SUM)
         maxima = torch.stack([loss.maxima for loss in losses]).amax(0)
         return self._objective.metrics(sums, self._reduce(maxima, dist.ReduceOp.MAX))
+
+    def _of_step(
+        self, batch: TrainBatch, proximal_logprobs: torch.Tensor | None, reference_logprobs: torch.Tensor | None
+    ) -> tuple[Objective, torch.Tensor | None]:
+        """The objective of this step, and the logprobs that it corrects to, if they had to be computed for that."""
+        objective = self._objective
+        if not objective.needs_step_values:
+            return objective, proximal_logprobs
+        if proximal_logprobs is None:
+            proximal_logprobs = self.token_logprobs(batch)
+        values = objective.step_values(batch, proximal_logprobs, reference_logprobs)
+        return objective.for_step(self._gathered(values)), proximal_logprobs
 
     def _reference_logprobs(self, batch: TrainBatch) -> torch.Tensor | None:
         if self._refers_to_base:
@@ -367,9 +380,16 @@ class Trainer:
         if self._offload is not None:
             self._offload.come_back()
 
-    def close(self) -> None:
+    def retire(self) -> None:
+        """Another trainer of these ranks takes its place: groups that nobody destroys keep threads and descriptors."""
         self._publisher.close()
         self._saver.close()
+        for gatherer in (self._gatherer, self._base):
+            if gatherer is not None:
+                gatherer.close()
+
+    def close(self) -> None:
+        self.retire()
         dist.destroy_process_group()
 
     def _canary_prompts(self) -> CanaryPrompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,25 @@ def test_the_actor_gives_each_step_the_inputs_that_were_computed_when_its_batch_
             n: v for n, v in two.items() if not n.endswith(("_s", "_gib"))
         }
     assert "train/loss/value" not in plain
+
+
+@pytest.mark.slow
+def test_many_runs_on_the_same_ranks_leave_no_threads_behind(model_path: Path) -> None:
+    """A study is a hundred runs; each has process groups of its own."""
+
+    async def through_the_actor() -> list[int]:
+        actor = TrainerActor(role="trainer-0", log_file=model_path.parent / "many.log", log_level="INFO", cores=[])
+        transport = TransportSettings(name="files", folder=model_path.parent)
+        settings = settings_of(model_path, objective=OBJECTIVE)
+        await actor.start(settings, 0, free_address(), transport)
+        threads = []
+        for _ in range(4):
+            await actor.reset(settings, transport)
+            threads.append(len(os.listdir("/proc/self/task")))
+        return threads
+
+    threads = asyncio.run(through_the_actor())
+    assert threads[-1] <= threads[0] + 1
 
 
 @pytest.mark.slow

@@ -122,6 +122,34 @@ def test_another_beginning_is_another_conversation_and_all_are_trained_on_with_t
     assert recorder.trajectory(reward=0.0, metrics={}, longest_only=True).other_conversations == []
 
 
+def test_answers_to_one_turn_that_are_asked_for_at_the_same_time_are_all_kept():
+    class Slow(FakePolicy):
+        async def generate(self, prompt, *, n=None, max_tokens=None):
+            await asyncio.sleep(0)
+            return await super().generate(prompt, n=n, max_tokens=max_tokens)
+
+    policy = Slow("one", "two", "three", "four", "five")
+    recorder = Recorder(policy)
+
+    async def talk():
+        first = [user("a")]
+        await recorder.chat(first, tools_text=None, max_tokens=None)
+        second = [*first, {"role": "assistant", "content": "one"}, user("b")]
+        turns = [recorder.chat(second, tools_text=None, max_tokens=None) for _ in range(3)]
+        await asyncio.gather(*turns)
+        third = [*second, {"role": "assistant", "content": "three"}, user("c")]
+        await recorder.chat(third, tools_text=None, max_tokens=None)
+
+    asyncio.run(talk())
+    t = recorder.trajectory(reward=1.0, metrics={})
+    assert t.metrics == {"env/requests": 5, "env/conversations": 3}
+    said = [c.tokens for c in policy.said]
+    assert sorted(map(sampled, [t, *t.other_conversations])) == sorted([said[0] + said[1], said[2] + said[4], said[3]])
+    for other in (t, *t.other_conversations):
+        assert len(other.behavior_logprobs) == len(other.policy_versions) == len(other.response_tokens)
+    assert policy.requests[4][: len(policy.requests[2]) + len(said[2])] == [*policy.requests[2], *said[2]]
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))

@@ -168,6 +168,10 @@ def test_a_rubric_pays_the_weights_of_what_is_met():
     assert play(server, lambda c: rubric(bare, "x", **{**listed, "models": {"big": c}}), model="m") == 0.5
     fault = Task(task_id="t", prompt="p", info={"rubric": {"good": 2, "rude": -1}})
     assert play(Server("ANSWER: yes"), lambda c: rubric(fault, "x", models={"big": c}, model="big"), model="m") == 0.5
+    one = Task(task_id="t", prompt="p", info={"rubric": "It is polite."})
+    server = Server("ANSWER: yes")
+    assert play(server, lambda c: rubric(one, "x", models={"big": c}, model="big"), model="m") == 1.0
+    assert len(server.requests) == 1, "a text is one criterion"
     with pytest.raises(ValueError, match="no criteria under 'rubric'"):
         asyncio.run(rubric(bare, "x", models={}, model="big"))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_bad_answer_never_costs_less_for_being_late(monkeypatch):
     monkeypatch.setattr("leeway.envs.answers.exact_match", lambda task, text: 0.5 - len(text))
     env = build_environment(env_config("multi_turn", decay=0.5, max_turns=3, solved=-1.0))
     assert [play(env, *texts)[1].reward for texts in (["4"], ["46", "4"], ["46"] * 3)] == [-0.5, -0.5, -1.5]
+
+
+def test_an_answer_after_which_no_turn_fits_is_paid_as_the_last_one(monkeypatch):
+    """Else a policy would write at length where its answers cost something."""
+    monkeypatch.setattr("leeway.envs.answers.exact_match", lambda task, text: -1.0)
+    env, policy = build_environment(env_config("multi_turn", max_turns=3, solved=1.0)), ScriptedPolicy("45", "46", "47")
+    policy.max_model_len = len(PROMPTER.encode(TASK.prompt)) + 8
+    (t,) = asyncio.run(env.rollout(TASK, policy))
+    assert (t.reward, t.finish_reason, t.metrics["env/turns"]) == (-1.0, "length", 1.0)
+    assert [turn.reward for turn in t.turns] == [-1.0]
 
 
 def test_a_failed_call_costs_the_same_whether_or_not_an_answer_follows():
@@ -330,8 +341,8 @@ def test_gymnasium(monkeypatch):
             self.length, self.closed = length, False
             made.append(self)
 
-        def reset(self):
-            self.at = 0
+        def reset(self, *, seed):
+            self.at, self.seed = 0, seed
             return self.at, {}
 
         def step(self, action):
@@ -352,6 +363,11 @@ def test_gymnasium(monkeypatch):
     assert policy.prompts[2].endswith("Expected one of: left, right.")
     assert (t.reward, t.metrics["env/illegal"], t.metrics["at"]) == (1.0, 1.0, 1.0)
     assert made[0].closed
+    asyncio.run(env.rollout(TASK, ScriptedPolicy("right", group_size=3)))
+    play(env, "right", task=replace(TASK, task_id="another"))
+    seeds = [walk.seed for walk in made]
+    assert len({*seeds[:4]}) == 1, "a group begins alike"
+    assert seeds[4] != seeds[0]
 
 
 def test_gymnasium_that_is_not_installed_is_said_at_once(monkeypatch):

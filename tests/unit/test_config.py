@@ -27,7 +27,9 @@ from leeway.config import (
 from leeway.config.check import earlier_run
 from leeway.config.derived import least_target_policy_lag, max_outstanding_groups
 from leeway.config.keys import all_keys
+from leeway.config.load import read_tree
 from leeway.config.names import ENVIRONMENTS, OPERATORS, PRIORITIES, REWARDS, nearest
+from leeway.config.stages import resolve_stages
 from leeway.config.vocabulary import KEY_OF, KEYS, RECIPE_OF
 from leeway.importing import import_user_object
 from leeway.integrity import sealed
@@ -440,6 +442,33 @@ def test_stages_merge_deeply(staged: str) -> None:
     assert (warmup.config.train.groups_per_step, rl.config.train.groups_per_step) == (64, 4)
     assert rl.dir == Path("runs/leeway/two/stages/rl")
     assert rl.config.run_dir == Path("runs/leeway/two")
+
+
+@pytest.mark.parametrize("key", ["task.holdout_frac=0.2", "eval.path=held_out.jsonl"])
+def test_what_a_later_stage_holds_out_is_trained_on_in_none(staged: str, key: str) -> None:
+    name, _, value = key.partition("=")
+    with pytest.raises(ConfigError) as error:
+        plan_run(staged, "async_rl", [f"stages.rl.{key}"])
+    assert f"stages.warmup.{name}: got " in str(error.value)
+    assert f"expected {value} as in a later stage" in str(error.value)
+    plan_run(staged, "async_rl", [key])
+    plan_run(staged, "async_rl", [f"stages.rl.{key}", "stages.warmup.task.path=other.jsonl"])
+
+
+def test_a_run_writes_down_settings_that_it_reads_again_whatever_its_command_was(staged: str, tmp_path: Path) -> None:
+    text = "You are careful.\nseed: 7\r\u2028Answer: with a number."
+    stages = plan_run(staged, "async_rl", [f"task.system_prompt='{text}'"])
+    file = tmp_path / "config.yaml"
+    file.write_text(run_yaml(stages, command=f"run async_rl task.system_prompt={text}"), encoding="utf-8")
+    again = resolve_stages(read_tree(file), "async_rl", of_a_run=True)
+    assert [s.config for s in again] == [s.config for s in stages]
+
+
+def test_no_warm_up_is_a_choice_too(minimal: str) -> None:
+    file = Path(minimal)
+    file.write_text(file.read_text() + "optimizer: {warmup_frac: 0.1}\n")
+    optimizer = load_config(minimal, ["optimizer.warmup_steps=0"]).optimizer
+    assert (optimizer.warmup_steps, optimizer.warmup_frac) == (0, 0.0)
 
 
 @pytest.mark.slow

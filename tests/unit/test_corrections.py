@@ -22,6 +22,7 @@ from leeway.algorithms.corrections import (
     sequence_mask,
 )
 from leeway.algorithms.grpo import PPOClip
+from leeway.algorithms.kl import K1, KLPenalty
 from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.presets import CORRECTIONS
 
@@ -197,6 +198,31 @@ def test_m2po_drops_only_what_is_pushed_further() -> None:
     got = correction.weights(x._replace(limit=correction.limit_of_step(squares)))
     kept = [True, False, True, False, True, True]
     assert got.tolist() == pytest.approx([math.exp(x) * k for x, k in zip(log_ratios, kept, strict=True)])
+
+
+def test_what_a_penalty_pushes_further_counts_for_m2po() -> None:
+    batch = batch_of(random_trajectories(6, 8))
+    batch.advantages.zero_()  # a distillation has no other
+    objective = PolicyObjective(
+        aggregation="token_mean",
+        correction=M2PO(second_moment=0.04),
+        kl=KLPenalty(coef=1.0, where="token", estimator=K1()),
+    )
+    behavior = batch.behavior_logprobs
+    values = objective.step_values(batch, behavior + 1.0, behavior + 2.0)
+    assert len(values) == int((batch.loss_mask & (batch.policy_versions >= 0)).sum())
+    assert len(objective.step_values(batch, behavior + 1.0, behavior - 2.0)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", [M2PO(second_moment=2.0), CORRECTIONS["tis"](), CORRECTIONS["decoupled"]()])
+def test_what_is_held_out_is_measured_as_it_would_be_trained_on(make, correction: Any) -> None:
+    batch = batch_of(random_trajectories(6, 8))
+    trainer = make(objective=PolicyObjective(aggregation="token_mean", correction=correction))
+    held_out, trained = trainer.evaluate(batch), trainer.forward_backward(batch)
+    for name in ("train/loss/policy", "train/correction_weight/mean", "train/correction_weight/masked_frac"):
+        assert held_out[name] == pytest.approx(trained[name], rel=1e-6), name
+    assert trained["train/correction_weight/mean"] != 1.0
 
 
 @pytest.mark.slow

@@ -30,6 +30,24 @@ def batch(reward: float = 0.5, *, std: float = 0.5, zero: float = 0.25, cut: flo
     return metrics | {f"train/{name}": value for name, value in more.items()}
 
 
+def test_a_long_run_costs_no_more_a_step_than_a_short_one() -> None:
+    looked = 0
+
+    class Counted(LearningWatch):
+        def _no_rate(self) -> str | None:
+            nonlocal looked
+            looked += len(self._steps)
+            return super()._no_rate()
+
+    config = load_config("quickstart", [], recipe="async_rl")
+    found = Counted(config, Path("the/run"))
+    for _ in range(20_000):
+        assert not found.step(batch(**{f"unread_{i}": 0.0 for i in range(9)}))
+    assert looked < 400 * 20_000
+    assert len(found._steps[-1]) == 6, "and keeps what it reads"
+    assert found.verdict().learned
+
+
 def equal(reward: float, **more: float) -> Any:
     return batch(reward, std=0.0, zero=1.0, **more)
 

@@ -14,6 +14,7 @@ from leeway.config.running import MonitorConfig
 from leeway.monitor import Monitor, Record, Sink, build_monitor
 from leeway.monitor.beside import Beside
 from leeway.monitor.build import services_of
+from leeway.monitor.monitor import table_row
 
 SOON_S = 60.0
 
@@ -64,6 +65,11 @@ def beside(service: Service, waits_s: Sequence[float] = (0.0, 0.0)) -> Beside:
 
 def monitor_of(tmp_path: Path, *sinks: Sink, **options: Any) -> Monitor:
     return Monitor(tmp_path, config={}, sinks=sinks, **options)
+
+
+def test_a_row_of_a_table_names_the_oldest_version_that_sampled_something() -> None:
+    assert table_row(3, {"policy_versions": [7, 7, -1, -1, 8]})["oldest_version"] == 7
+    assert table_row(3, {"policy_versions": [-1]})["oldest_version"] == table_row(3, {})["oldest_version"] == -1
 
 
 def test_a_call_that_fails_is_tried_again_and_nothing_is_lost(tmp_path: Path) -> None:

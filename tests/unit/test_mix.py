@@ -362,6 +362,10 @@ def test_a_weight_rises_falls_and_stays() -> None:
         ("replay.buffers.experts.path=null", r"replay\.buffers\.experts\.path"),
         ("replay.buffers.experts.name=reasoning_gym", r"replay\.buffers\.experts\.name: got 'reasoning_gym'"),
         ("replay.buffers.more={path: x.jsonl, weight: 0.6}", r"replay\.buffers: got weights of 1\.1 in all"),
+        (
+            "replay.buffers.more={path: x.jsonl, weight: 0.6, warmup_steps: 50}",
+            r"replay\.buffers: got weights of 1\.1 ",
+        ),
         ("replay.buffers.more={path: x, name: store}", r"replay\.buffers\.more\.kind: got 'answers'"),
         ("replay.buffers.more={path: x.jsonl, order: adaptive}", r"replay\.buffers\.more\.order"),
         ("algorithm.name=ppo", r"replay\.buffers: got experts"),

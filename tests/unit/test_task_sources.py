@@ -303,6 +303,22 @@ def mixed(weights=(3, 1), sizes=(4, 3)):
     return MixedTaskSet(tagged, dict(zip("ab", weights, strict=True)))
 
 
+def test_what_one_part_of_a_mixture_holds_out_no_other_trains_on(tmp_path: Path) -> None:
+    rows = [json.dumps({"question": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    (tmp_path / "b.jsonl").write_text("".join(rows[100:]))
+    mix = {
+        "a": {"name": "jsonl", "path": str(tmp_path / "a.jsonl"), "holdout_frac": 0.3},
+        "b": {"name": "jsonl", "path": str(tmp_path / "b.jsonl")},
+    }
+    config, evaluation = TaskConfig(name="mix", mix=mix), EvalConfig()  # type: ignore[arg-type]
+    held_out = build_taskset(config, seed=0, split="eval", eval_config=evaluation)
+    trained: Any = build_taskset(config, seed=0, split="train", eval_config=evaluation)
+    asked = {str(task.prompt) for task in held_out.tasks}
+    assert len(asked) > 40
+    assert not asked & {str(task.prompt) for task in trained.tasks}
+
+
 def test_a_mixture_holds_its_shares_at_every_moment():
     drawn = [t.task_id for t in islice(mixed(), 100)]
     for n in range(1, 101):
