@@ -142,13 +142,12 @@ def _refuse_to_train_on_what_is_held_out_later(stage: Stage, later: Sequence[Sta
     for other in (s.config for s in later if stage.recipe.trains):
         if any(getattr(own.task, key) != getattr(other.task, key) for key in ("name", *OF_A_SOURCE)):
             continue
-        is_file = other.eval.path is not None
-        key, mine, its = (
-            ("eval.path", own.eval.path, other.eval.path)
-            if is_file
-            else ("task.holdout_frac", own.task.holdout_frac, other.task.holdout_frac)
-        )
-        if (mine != its) if is_file else (mine < its):
+        key, mine, its = "task.holdout_frac", own.task.holdout_frac, other.task.holdout_frac
+        is_trained_on = mine < its
+        if other.eval.path is not None:
+            key, mine, its = "eval.path", own.eval.path, other.eval.path
+            is_trained_on = mine != its
+        if is_trained_on:
             raise ConfigError(
                 f"stages.{stage.name}.{key}",
                 got=mine,

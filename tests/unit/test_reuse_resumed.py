@@ -185,7 +185,7 @@ def test_what_is_drawn_while_a_checkpoint_is_saved_is_drawn_again_after_it(confi
         actor, log = ReplayBufferActor(config(), role="replay", log_file=tmp_path / "log"), tmp_path / "log"
         actor._store = cast(Any, SimpleNamespace(forget_before=lambda batch: drawn.wait(60)))
         actor._needed_from = 0
-        saving = asyncio.create_task(actor.position(0))
+        saving = asyncio.ensure_future(actor.position(0))
         await asyncio.sleep(0)
         first = await admitted(actor)
         drawn.set()
