@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 def learning_rate(settings: OptimizerConfig, step: int, *, total_steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0, with a schedule over `total_steps`.
 
-    The first `warmup_steps` (or `warmup_frac` of them all) rise linearly; the last one is at `min_lr_frac` of `lr`.
+    The first `warmup_steps` (or `warmup_frac` of them all) rise linearly; the one after the last would be at
+    `min_lr_frac` of `lr`.
     """
     warmup = settings.warm_up(total_steps)
     if step < warmup:
