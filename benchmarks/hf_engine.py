@@ -49,7 +49,7 @@ WORKLOADS = (
 )
 
 
-async def measure(model: str, cores: list[int], workloads: list[Workload]) -> dict[str, float]:
+async def measure(model: str, dtype: str, cores: list[int], workloads: list[Workload]) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(len(cores))
@@ -57,7 +57,7 @@ async def measure(model: str, cores: list[int], workloads: list[Workload]) -> di
     from leeway.collector.engine import EngineSettings, start_engine
 
     settings = EngineSettings(
-        **{"name": "hf", "model_path": model, "dtype": "float32", "device": "cpu", "max_model_len": 384, "seed": 0},
+        **{"name": "hf", "model_path": model, "dtype": dtype, "device": "cpu", "max_model_len": 384, "seed": 0},
         **{"options": {}, "cores": cores, "kv_cache_gib": 2.0, "initial_version": 0, "seeded": True},
     )  # type: ignore[arg-type]
     engine = await start_engine(settings)
@@ -86,7 +86,7 @@ async def measure(model: str, cores: list[int], workloads: list[Workload]) -> di
 
 
 def measured(checkout: Path, args: argparse.Namespace, cores: int) -> dict[str, float]:
-    command = [sys.executable, str(HERE), "--model", args.model, "--own", str(cores)]
+    command = [sys.executable, str(HERE), "--model", args.model, "--dtype", args.dtype, "--own", str(cores)]
     command += ["--only", *map(str, args.only)] if args.only else []
     env = os.environ | {"PYTHONPATH": str(checkout / "src")}
     run = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
@@ -96,6 +96,7 @@ def measured(checkout: Path, args: argparse.Namespace, cores: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a model; ids up to 92 are used")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--beside", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", type=int, nargs="+", default=[], help="numbers of workloads, from 0 on")
@@ -103,7 +104,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.own:
         workloads = [WORKLOADS[i] for i in args.only] or list(WORKLOADS)
-        print(json.dumps(asyncio.run(measure(args.model, sorted(os.sched_getaffinity(0))[: args.own], workloads))))
+        cores = sorted(os.sched_getaffinity(0))[: args.own]
+        print(json.dumps(asyncio.run(measure(args.model, args.dtype, cores, workloads))))
         return
     checkouts = [HERE.parents[1], *([args.beside.resolve()] if args.beside else [])]
     numbers = sorted({1, len(os.sched_getaffinity(0))})

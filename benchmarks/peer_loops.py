@@ -180,7 +180,7 @@ def trl(spec: dict[str, Any], out: str) -> None:
     config = GRPOConfig(
         output_dir=str(Path(out).parent / "trl"),
         use_cpu=True,
-        bf16=False,
+        bf16=spec["dtype"] == "bfloat16",
         max_steps=spec["steps"],
         per_device_train_batch_size=size,
         steps_per_generation=1,
@@ -273,7 +273,8 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
         old = torch.zeros(full.shape)
         old[:, width:] = torch.tensor([p + [0.0] * (longest - len(p)) for p in logprobs])
         batch["log_probs", "full"] = old
-        total = loss_module(batch).loss_objective.sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=spec["dtype"] == "bfloat16"):
+            total = loss_module(batch).loss_objective.sum()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

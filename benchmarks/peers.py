@@ -3,6 +3,7 @@
     python benchmarks/peers.py --workloads short --pairs 2              # seconds per step
     python benchmarks/peers.py --workloads short --learn --pairs 3      # seconds to a held-out accuracy
     python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
+    python benchmarks/peers.py --workloads long --dtype bfloat16        # all sides compute in bfloat16
     python benchmarks/peers.py --show                                   # the table of all that was measured
     python benchmarks/peers.py --picture peers.png
 
@@ -23,7 +24,9 @@
 | hf | ours, the engine on transformers, a lag of up to 2 |
 | hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every other version |
 
-Each round has its own seed. Seconds and processor time are those of the steps after the first fifth: medians over
+`--dtype bfloat16`: TRL's and torchrl's weights and generation stay in float32, and passes of training are autocast; ours
+compute all in bfloat16 but for the output head, with the optimizer's weights in float32. "Beside TRL" is beside its
+faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first fifth: medians over
 steps, then over rounds. Memory is
 the sum of what each process holds (shared pages divided), sampled once a second. Every result is kept in
 `OUT/peers.json`. A round takes a minute for each system; learning runs about two.
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -53,6 +57,7 @@ from quickstart_runs import HERE, warmed_up
 MARK = "LEEWAY_PEERS_RUN"
 PEERS = ("trl", "torchrl")
 SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4")
+DTYPES = ("float32", "bfloat16")
 DEADLINE_S = 900
 
 
@@ -111,9 +116,9 @@ def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> No
     for number in range(args.pairs):
         for system in args.systems:
             label = f"{name}-{system}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
-            row = {"workload": name, "system": system, "learn": args.learn} | one_run(
+            row = {"workload": name, "system": system, "dtype": args.dtype, "learn": args.learn} | one_run(
                 *(label, system, workload, model, files, out / "runs"),
-                **{"learn": args.learn, "threads": args.threads, "seed": number},
+                **{"learn": args.learn, "threads": args.threads, "seed": number, "dtype": args.dtype},
             )
             print(json.dumps(row), flush=True)
             kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -195,6 +200,7 @@ def one_run(
     learn: bool,
     threads: int,
     seed: int,
+    dtype: str,
 ) -> dict[str, Any]:
     steps = workload.learn_steps if learn else workload.steps
     every = max(1, steps // 8) if learn else 0
@@ -206,7 +212,7 @@ def one_run(
             **{"model": str(model), "groups": workload.groups, "group_size": workload.group_size, "lr": workload.lr},
             **{"max_tokens": workload.max_tokens, "turns": workload.turns, "environment_s": workload.environment_s},
             **{"steps": steps, "threads": threads, "seed": seed, "eval_every": every, "reward": workload.reward},
-            **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY},
+            **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY, "dtype": dtype},
         }
         spec_file, lines = folder / f"{label}.json", folder / f"{label}.jsonl"
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
@@ -214,7 +220,8 @@ def one_run(
         command = [sys.executable, str(HERE / "peer_loops.py"), system, str(spec_file), str(lines)]
     else:
         options = overrides(system, workload, model, files, folder, label, steps=steps, every=every, threads=threads)
-        options += [f"seed={seed}"]
+        options += [f"seed={seed}", f"model.dtype={dtype}"]
+        options += [] if dtype == DTYPES[0] else ["model.head_dtype=float32"]
         config = "smollm2_135m" if workload.model == "given" else "quickstart"
         command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
         command += ["run", "async_rl", "--config", config, *options]
@@ -393,23 +400,26 @@ def cpu_seconds(label: str) -> float:
 
 
 def summed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each workload and system: medians over its rounds."""
+    """One row for each workload, type and system: medians over its rounds."""
     found = []
-    for name in WORKLOADS:
-        for system in SYSTEMS:
-            own = [r for r in rows if (r["workload"], r["system"]) == (name, system)]
-            timed = [r for r in own if not r["learn"]]
-            if not timed:
-                continue
-            row = {k: statistics.median(r[k] for r in timed) for k in ("step_s", "cpu_s", "tokens", "peak_gib")}
-            spread = [r["step_s"] for r in timed]
-            learned = [r for r in own if r["learn"]]
-            found.append(
-                {"workload": name, "system": system, "rounds": len(timed), "low": min(spread), "high": max(spread)}
-                | row
-                | {"learned": learned}
-            )
+    for name, dtype, system in itertools.product(WORKLOADS, DTYPES, SYSTEMS):
+        own = [r for r in rows if (r["workload"], dtype_of(r), r["system"]) == (name, dtype, system)]
+        timed = [r for r in own if not r["learn"]]
+        if not timed:
+            continue
+        row = {k: statistics.median(r[k] for r in timed) for k in ("step_s", "cpu_s", "tokens", "peak_gib")}
+        spread = [r["step_s"] for r in timed]
+        found.append(
+            {"workload": name, "system": system if dtype == DTYPES[0] else f"{system} {dtype}", "dtype": dtype}
+            | {"rounds": len(timed), "low": min(spread), "high": max(spread)}
+            | row
+            | {"learned": [r for r in own if r["learn"]]}
+        )
     return found
+
+
+def dtype_of(row: dict[str, Any]) -> str:
+    return row.get("dtype", DTYPES[0])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -419,7 +429,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     found = summed_up(rows)
-    trl = {r["workload"]: r["step_s"] for r in found if r["system"] == "trl"}
+    trl: dict[str, float] = {}  # in the type in which it is faster
+    for r in found:
+        if r["system"].split()[0] == "trl":
+            trl[r["workload"]] = min(r["step_s"], trl.get(r["workload"], math.inf))
     for r in found:
         reached = to_accuracy(r["learned"], r["step_s"]) if r["learned"] else ""
         beside = f"{trl[r['workload']] / r['step_s']:.2f} x" if r["workload"] in trl else ""
@@ -455,7 +468,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3.4), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         own = [r for r in found if r["workload"] == name]
-        colours = ["#888888" if r["system"] in PEERS else "#1f77b4" for r in own]
+        colours = ["#888888" if r["system"].split()[0] in PEERS else "#1f77b4" for r in own]
         bars = axis.barh([r["system"] for r in own], [r["step_s"] for r in own], color=colours)
         axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
         axis.invert_yaxis()
@@ -473,6 +486,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
     parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="in which trainers and our engines compute")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")
     parser.add_argument("--model", type=Path, help="workload smollm2: folder of SmolLM2-135M-Instruct")
     parser.add_argument("--warm", type=Path, help="the quickstart's warmed-up model (default: made by its sft stage)")

@@ -70,8 +70,10 @@ class BlockPool:
         return self._layers[index]
 
     def _made_for(self, x: torch.Tensor) -> torch.Tensor:
-        # Zeros, because what is masked is multiplied by 0 all the same.
-        return x.new_zeros(self._room, x.shape[-3], BLOCK, x.shape[-1])
+        # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever the model computes
+        # in: attention is then computed over the blocks as they lie, and rounds nothing to a shorter type.
+        dtype = torch.float32 if x.device.type == "cpu" else x.dtype
+        return x.new_zeros(self._room, x.shape[-3], BLOCK, x.shape[-1], dtype=dtype)
 
     def add(self, lengths: Sequence[int]) -> list[Row]:
         """Rows with room for so many tokens each."""
@@ -205,13 +207,14 @@ class ReadAttention:
         memory = self._pool.layer(self._num_layers, key, value)
         self._num_layers += 1
         for x, new in zip(memory, (key, value), strict=True):
-            x[self._blocks, :, self._columns] = new[self._owners, :, self._offsets]
+            x[self._blocks, :, self._columns] = new[self._owners, :, self._offsets].to(x.dtype)
+        query = query.to(memory[0].dtype)
         if window not in self._masks:
             at = self._starts[:, None] + torch.arange(query.shape[2], device=query.device)
             mask = _mask(at, self._table.shape[1] * BLOCK, window, query.dtype)[:, None]
             self._masks[window] = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
         keys, values = (_in_rows(x, self._table) for x in memory)
-        return _attention(query, keys, values, self._masks[window], scaling, softcap)
+        return _attention(query, keys, values, self._masks[window], scaling, softcap).to(key.dtype)
 
 
 class TokenAttention:
@@ -261,7 +264,8 @@ class TokenAttention:
         memory = self._pool.layer(self._num_layers, key, value)
         self._num_layers += 1
         for x, new in zip(memory, (key, value), strict=True):
-            x[self._last_block, :, self._offset] = new[: self._num_rows, :, 0]
+            x[self._last_block, :, self._offset] = new[: self._num_rows, :, 0].to(x.dtype)
+        query = query.to(memory[0].dtype)
         if window not in self._masks:
             mask = _mask(self._positions[:, None], self._table.shape[1] * BLOCK, window, query.dtype)
             self._masks[window] = mask[:, None]
@@ -272,7 +276,7 @@ class TokenAttention:
         else:  # products of blocks would round scores to the type that weights have
             keys, values = _in_rows(keys, self._table), _in_rows(values, self._table)
             out = _attention(q, keys, values, mask, scaling, softcap)
-        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
+        return F.pad(out.to(key.dtype), (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
 
     def _over_blocks(
         self,

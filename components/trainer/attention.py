@@ -80,8 +80,10 @@ def packed_attention(
     if is_plain and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         out = _variable_length(q, k, v, layout, scaling, sliding_window)
     else:
+        if q.is_cpu:  # the backward pass of its kernel is ten times as slow in types of two bytes
+            q, k, v = q.float(), k.float(), v.float()
         outputs = [_padded(q, k, v, bucket, scaling, sliding_window, softcap) for bucket in layout.buckets]
-        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, layout.restore)
+        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, layout.restore).to(query.dtype)
     return out.unflatten(0, (num_rows, width)), None
 
 
