@@ -3,7 +3,7 @@
     python benchmarks/peers.py --workloads short --pairs 2              # seconds per step
     python benchmarks/peers.py --workloads short --learn --pairs 3      # seconds to a held-out accuracy
     python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
-    python benchmarks/peers.py --workloads long --dtype bfloat16        # all sides compute in bfloat16
+    python benchmarks/peers.py --workloads long --dtypes float32 bfloat16
     python benchmarks/peers.py --show                                   # the table of all that was measured
     python benchmarks/peers.py --picture peers.png
 
@@ -24,12 +24,11 @@
 | hf | ours, the engine on transformers, a lag of up to 2 |
 | hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every other version |
 
-`--dtype bfloat16`: TRL's and torchrl's weights and generation stay in float32, and passes of training are autocast; ours
+In bfloat16 TRL's and torchrl's weights and generation stay in float32, and passes of training are autocast; ours
 compute all in bfloat16 but for the output head, with the optimizer's weights in float32. "Beside TRL" is beside its
-faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first fifth: medians over
-steps, then over rounds. Memory is
-the sum of what each process holds (shared pages divided), sampled once a second. Every result is kept in
-`OUT/peers.json`. A round takes a minute for each system; learning runs about two.
+faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first fifth:
+medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided), sampled once
+a second. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning runs about two.
 """
 
 from __future__ import annotations
@@ -114,11 +113,11 @@ def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> No
     model = model_of(workload, args, out)
     files = task_files(workload, name, model, out)
     for number in range(args.pairs):
-        for system in args.systems:
-            label = f"{name}-{system}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
-            row = {"workload": name, "system": system, "dtype": args.dtype, "learn": args.learn} | one_run(
+        for system, dtype in itertools.product(args.systems, args.dtypes):
+            label = f"{name}-{system}-{dtype}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
+            row = {"workload": name, "system": system, "dtype": dtype, "learn": args.learn} | one_run(
                 *(label, system, workload, model, files, out / "runs"),
-                **{"learn": args.learn, "threads": args.threads, "seed": number, "dtype": args.dtype},
+                **{"learn": args.learn, "threads": args.threads, "seed": number, "dtype": dtype},
             )
             print(json.dumps(row), flush=True)
             kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -486,7 +485,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
     parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="in which trainers and our engines compute")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=[DTYPES[0]], help="in which trainers and our engines compute"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")
     parser.add_argument("--model", type=Path, help="workload smollm2: folder of SmolLM2-135M-Instruct")
     parser.add_argument("--warm", type=Path, help="the quickstart's warmed-up model (default: made by its sft stage)")
