@@ -70,11 +70,17 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "heads", "kv_heads", "longest", "least_weights"),
-    [(1, 4, 4, 45, LEAST_WEIGHTS), (2, 4, 4, 45, LEAST_WEIGHTS), (3, 7, 1, 400, LEAST_WEIGHTS), (2, 4, 2, 45, 0)],
+    ("number", "heads", "kv_heads", "longest", "least_weights", "dtype"),
+    [
+        (1, 4, 4, 45, LEAST_WEIGHTS, torch.float32),
+        (2, 4, 4, 45, LEAST_WEIGHTS, torch.float32),
+        (3, 7, 1, 400, LEAST_WEIGHTS, torch.float32),
+        (2, 4, 2, 45, 0, torch.float32),
+        (2, 7, 1, 400, 0, torch.bfloat16),
+    ],
 )
 def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
-    number: int, heads: int, kv_heads: int, longest: int, least_weights: int, tmp_path: Path, monkeypatch
+    number: int, heads: int, kv_heads: int, longest: int, least_weights: int, dtype: torch.dtype, tmp_path, monkeypatch
 ) -> None:
     """To the last bit: alone, and among a hundred others of other lengths. With layers by torch, and by oneDNN."""
     monkeypatch.setattr(hf_decode, "LEAST_WEIGHTS", least_weights)
@@ -94,7 +100,7 @@ def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
         with PassThreads(number) as threads, torch.inference_mode():
             cpu = torch.device("cpu")
             with torch.inference_mode(False):
-                decoder = load_decoder(folder, max_length=512, device=cpu, dtype=torch.float32, threads=threads)
+                decoder = load_decoder(folder, max_length=512, device=cpu, dtype=dtype, threads=threads)
             assert (type(decoder.model.lm.model.layers[0].mlp.up_proj) is Linear) == (least_weights == 0)
 
             def logits_of(sequences: list[list[int]]) -> torch.Tensor:

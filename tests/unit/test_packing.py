@@ -246,6 +246,21 @@ def test_gradients_of_tokens_that_answers_share_are_added_in_one_order(load):
     assert added.found == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_cpu_attention_in_two_bytes_rounds_nothing_but_its_result(dtype):
+    torch.manual_seed(0)
+    segments = [Segment(0, 9), Segment(9, 30)]
+    given = [torch.randn(1, 4, 39, 8).to(dtype) for _ in range(4)]
+    found = []
+    for compute in (dtype, torch.float32):
+        q, k, v = (x.clone().to(compute).requires_grad_() for x in given[:3])
+        out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, layout=make_layout(segments))
+        (out * given[3].to(compute).transpose(1, 2)).sum().backward()
+        found.append([x.to(dtype) for x in (out.detach(), q.grad, k.grad, v.grad)])
+    for rounded, exact in zip(*found, strict=True):
+        assert torch.equal(rounded, exact)
+
+
 BEGIN = [(7 * i) % VOCAB for i in range(20)]
 
 
