@@ -70,8 +70,8 @@ class BlockPool:
         return self._layers[index]
 
     def _made_for(self, x: torch.Tensor) -> torch.Tensor:
-        # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever the model computes
-        # in: attention is then computed over the blocks as they lie, and rounds nothing to a shorter type.
+        # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever type the model
+        # has: attention is then computed over the blocks as they lie, and rounds nothing to a shorter type.
         dtype = torch.float32 if x.device.type == "cpu" else x.dtype
         return x.new_zeros(self._room, x.shape[-3], BLOCK, x.shape[-1], dtype=dtype)
 

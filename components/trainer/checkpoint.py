@@ -65,12 +65,14 @@ def take_state(
     objective: dict[str, float],
     loss_scale: dict[str, float],
     adapts: dict[str, str | float] | None = None,
+    reference: str | None = None,
     copy: bool,
 ) -> TrainerState:
     """The current state of this rank; with `copy`, a snapshot in main memory that training does not change.
 
     A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter that is trained, over
     the ranks. `adapts`: of adapters, the digest of the weights that they belong to (rank 0 has it) and their scaling.
+    `reference`: the digest of a reference policy (rank 0 has it).
     """
     tensors = _tensors(modules)
     if copy:
@@ -81,6 +83,8 @@ def take_state(
         about["loss_scale"] = loss_scale
     if adapts is not None:
         about["adapts"] = adapts
+    if reference:
+        about["reference"] = reference
     return TrainerState(tensors=tensors, about=about, rank=rank, num_ranks=num_ranks)
 
 
@@ -129,18 +133,20 @@ def load_state(
     rank: int,
     num_ranks: int,
     adapts: dict[str, str | float] | None = None,
+    reference: str | None = None,
 ) -> dict[str, Any]:
     """Load what `write_state` wrote into models, optimizers and generators; returns state.json.
 
-    `adapts`: as for `take_state`. Every rank reads only what it needs. Raises `CheckpointError`: for anything wrong
-    with the index, the sizes of files or the model before anything is changed; for a damaged block when it is read, and
-    then the state is half loaded.
+    `adapts`, `reference`: as for `take_state`. Every rank reads only what it needs. Raises `CheckpointError`: for
+    anything wrong with the index, the sizes of files or the model before anything is changed; for a damaged block when
+    it is read, and then the state is half loaded.
     """
     state, index = _read(directory)
     tensors = _tensors(modules)
     _check_same_model(directory, tensors, index.tensors)
     if rank == 0:
         _check_same_base(directory, adapts, state.get("adapts"))
+        _check_same_reference(directory, reference, state.get("reference"))
     generators = _generators(directory, index.tensors, rng_state(device), rank)
     targets = {name: local_rows(t) for name, t in (tensors | generators).items()}
     try:
@@ -294,6 +300,15 @@ def _check_same_base(directory: Path, own: dict[str, str | float] | None, saved:
                 f"checkpoint {directory} holds adapters of another {'model' if what == 'base' else 'scaling'} "
                 f"({what} {got}, here {expected}): they fit only what they were trained with; restore {key}"
             )
+
+
+def _check_same_reference(directory: Path, own: str | None, saved: Any) -> None:
+    """Where both have one: a penalty for leaving the reference would pull towards other weights from here on."""
+    if own and saved and own != saved:
+        raise CheckpointError(
+            f"checkpoint {directory} was trained with another reference policy (digest {str(saved)[:16]}, here "
+            f"{own[:16]}): restore the files of algorithm.reference_path, or of model.path where that is null"
+        )
 
 
 def _rng_prefix(rank: int) -> str:

@@ -195,12 +195,12 @@ def base_error(manifest: Manifest, digest: str) -> WeightSyncError:
     )
 
 
-def digest_of_base(base: Gatherer) -> str | None:
-    """On rank 0, one hash over the weights that adapters are added to, as engines compute with them (a collective)."""
+def digest_of_weights(weights: Gatherer) -> str | None:
+    """On rank 0, one hash over all that this gathers, in its compute type (a collective)."""
     entries: list[TensorEntry] = []
-    for plan, memory in base.buckets():
+    for plan, memory in weights.buckets():
         if memory is not None:
-            plan, memory = base.as_published(plan, memory)
+            plan, memory = weights.as_published(plan, memory)
             entries += plan.entries(checksum_of(span.data(memory).numpy(), "xxh3_128") for span in plan.spans)
         del memory  # before the next one is gathered
     return digest_of(entries) if entries else None

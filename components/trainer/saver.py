@@ -43,6 +43,7 @@ class Saver:
         modules: SavedModules,
         weights: Gatherer | MergedWeights,
         adapts: dict[str, str | float] | None,
+        reference: str | None,
         policy_version: int,
         objective: dict[str, float],
         loss_scale: dict[str, float],
@@ -51,10 +52,10 @@ class Saver:
     ) -> float:
         """Copy everything of `parts`, to resume from, then write it to the folder `state` in the background.
 
-        Returns the seconds that the caller was blocked. `weights`: what is exported; `adapts`: see `take_state`. `hf`:
-        rank 0 writes the exported weights before this returns, a bucket at a time, because a whole copy of them may not
-        fit into its memory; the folder is renamed in the background. If `checkpoint.in_background` is false, nothing is
-        copied; all is written before this returns.
+        Returns the seconds that the caller was blocked. `weights`: what is exported; `adapts`, `reference`: see
+        `take_state`. `hf`: rank 0 writes the exported weights before this returns, a bucket at a time, because a whole
+        copy of them may not fit into its memory; the folder is renamed in the background. If
+        `checkpoint.in_background` is false, nothing is copied; all is written before this returns.
         """
         assert self._pending is None, "one checkpoint at a time: finish() the last one first"
         started, beside = time.monotonic(), settings.checkpoint.in_background
@@ -69,6 +70,7 @@ class Saver:
                 objective=objective,
                 loss_scale=loss_scale,
                 adapts=adapts,
+                reference=reference,
                 copy=beside,
             )
             c = settings.checkpoint

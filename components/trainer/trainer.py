@@ -34,7 +34,7 @@ from .canary import score_canary
 from .checkpoint import SavedModules, load_state
 from .families import find_model
 from .gather import Gatherer
-from .lora import MergedWeights, adapt, adapter_tensors, adapters_off, base_tensors, digest_of_base, initial_adapters
+from .lora import MergedWeights, adapt, adapter_tensors, adapters_off, base_tensors, digest_of_weights, initial_adapters
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
 from .offload import Offload
@@ -140,6 +140,7 @@ class Trainer:
         self._gatherer = gatherer(tensors_of=self._published)
         self._base = None if lora is None else gatherer(tensors_of=base_tensors)
         self._base_digest: str | None = None
+        self._reference_digest: str | None = None
         self._exported: Gatherer | MergedWeights = self._gatherer
         if lora is not None and self._base is not None:
             self._exported = MergedWeights(self._base, self._gatherer, lora, base_path=settings.path_of(None))
@@ -268,7 +269,7 @@ class Trainer:
 
         `score_canary` follows, before the weights change.
         """
-        self._publisher.begin(self.policy_version, base=self._digest_of_base() or "")
+        self._publisher.begin(self.policy_version, base=self._digest_of_weights() or "")
         return {"train/publish_memory_gib": self._publisher.memory_bytes / 2**30}
 
     @torch.no_grad()
@@ -302,6 +303,7 @@ class Trainer:
             modules=self._saved_modules(),
             weights=self._exported,
             adapts=self._adapts(),
+            reference=self._digest_of_reference(),
             policy_version=self.policy_version,
             objective=self._objective.state_dict(),
             loss_scale=self._loss_scale.state_dict(),
@@ -327,7 +329,7 @@ class Trainer:
     def load_state(self, directory: str) -> int:
         """Resume from what `save_state` wrote, on any number of ranks; returns the policy version.
 
-        A reference policy does not change: it has the weights that training started from, not those of the checkpoint.
+        A reference policy does not change: it was read from its own files, which have to be those of before.
         """
         state = load_state(
             Path(directory),
@@ -336,6 +338,7 @@ class Trainer:
             rank=self._rank,
             num_ranks=self._settings.train.num_ranks,
             adapts=self._adapts(),
+            reference=self._digest_of_reference(),
         )
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
@@ -405,15 +408,28 @@ class Trainer:
         """What checkpoints hold."""
         return {"": (self._model, self._optimizer)}
 
-    def _digest_of_base(self) -> str | None:
+    def _digest_of_weights(self) -> str | None:
         """Of what adapters are added to, made once; rank 0 alone has it, and None where all weights are trained."""
         if self._base is not None and self._base_digest is None:
-            self._base_digest = digest_of_base(self._base) or ""
+            self._base_digest = digest_of_weights(self._base) or ""
         return self._base_digest
+
+    def _digest_of_reference(self) -> str | None:
+        """Made once, by all ranks; rank 0 alone has it, and None where there is no reference of its own."""
+        if self._reference is not None and self._reference_digest is None:
+            settings = self._settings
+            gatherer = Gatherer(
+                self._reference,
+                dtype=torch.float32,
+                bucket_bytes=settings.param_server.bucket_mb * 2**20,
+                timeout_s=settings.cluster.step_timeout_s,
+            )
+            self._reference_digest = digest_of_weights(gatherer) or ""
+        return self._reference_digest
 
     def _adapts(self) -> dict[str, str | float] | None:
         """What a checkpoint of adapters belongs to; None where all weights are trained."""
-        lora, digest = self._settings.model.lora, self._digest_of_base()
+        lora, digest = self._settings.model.lora, self._digest_of_weights()
         return None if lora is None else {"base": digest or "", "scaling": lora.scaling}
 
     def _check_versions(self, batch: TrainBatch) -> None:

@@ -20,6 +20,7 @@ from tests.trainers import SHARDED, all_rows, free_address
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.grpo import PPOClip
+from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective
 from leeway.config import load_config
 from leeway.config.learning import OptimizerConfig
@@ -71,8 +72,8 @@ def settings_of(path: Path, **changes: Any) -> TrainerSettings:
         lr=0.05, eps=1e-2, weight_decay=0.1, schedule="linear", warmup_steps=3, min_lr_frac=0.1, max_skipped_steps=0
     )
     canary = CanaryPrompts(scored=[[1, 2, 3]], cached=[[4, 5, 6]])
-    own = {"canary": canary, "max_policy_lag": 100, "max_tokens_per_microbatch": 50, "total_steps": 20} | changes
-    return trainers.settings_of(path, objective=objective, optimizer=optimizer, **own)
+    own = {"objective": objective, "canary": canary, "max_policy_lag": 100, "max_tokens_per_microbatch": 50}
+    return trainers.settings_of(path, optimizer=optimizer, **own | {"total_steps": 20} | changes)
 
 
 @pytest.fixture
@@ -277,6 +278,25 @@ def test_one_bit_of_a_weight_is_seen_when_it_is_read_and_the_file_is_named(make,
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"shard-00000.safetensors: bytes 0 to \d+ do not match .*; move it away"):
         make().load_state(str(saved))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [{}, SHARDED])
+def test_a_reference_of_other_weights_is_refused(make, model_path, tmp_path, sharded):
+    """`model.path` may be another model by the time that a run is resumed."""
+    penalty = {"objective": PolicyObjective(aggregation="token_mean", kl=KLPenalty(coef=0.1)), **sharded}
+    first = make(**penalty)
+    train(first, range(2))
+    first.save_state(str(tmp_path / "state"))
+    assert make(**penalty).load_state(str(tmp_path / "state")) == 2
+    assert make(**sharded).load_state(str(tmp_path / "state")) == 2, "without a penalty nothing is referred to"
+    moved = make()
+    train(moved, range(1))
+    moved.save(str(tmp_path / "moved"))
+    build_tokenizer(["12 + 34 = 46"]).save_pretrained(tmp_path / "moved")
+    other = make(tmp_path / "moved", **penalty)
+    with pytest.raises(CheckpointError, match=r"another reference policy .*algorithm\.reference_path"):
+        other.load_state(str(tmp_path / "state"))
 
 
 @pytest.mark.slow
