@@ -25,10 +25,11 @@
 | hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every other version |
 
 In bfloat16 TRL's and torchrl's weights and generation stay in float32, and passes of training are autocast; ours
-compute all in bfloat16 but for the output head, with the optimizer's weights in float32. "Beside TRL" is beside its
-faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first fifth:
-medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided), sampled once
-a second. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning runs about two.
+compute all in bfloat16 but for attention and the output head, with the optimizer's weights in float32. "Beside TRL" is
+beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
+fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
+sampled once a second. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning runs
+about two.
 """
 
 from __future__ import annotations
@@ -218,9 +219,8 @@ def one_run(
         env |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(HERE / "peer_loops.py"), system, str(spec_file), str(lines)]
     else:
-        options = overrides(system, workload, model, files, folder, label, steps=steps, every=every, threads=threads)
-        options += [f"seed={seed}", f"model.dtype={dtype}"]
-        options += [] if dtype == DTYPES[0] else ["model.head_dtype=float32"]
+        own = {"steps": steps, "every": every, "threads": threads, "dtype": dtype}
+        options = [*overrides(system, workload, model, files, folder, label, **own), f"seed={seed}"]
         config = "smollm2_135m" if workload.model == "given" else "quickstart"
         command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
         command += ["run", "async_rl", "--config", config, *options]
@@ -241,10 +241,12 @@ def overrides(
     steps: int,
     every: int,
     threads: int,
+    dtype: str,
 ) -> list[str]:
     bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2, "hf4": 4}[system]
     length = workload.turns * workload.max_tokens + (workload.turns - 1) * 8
     given = [
+        *(f"model.dtype={dtype}", *([] if dtype == DTYPES[0] else ["model.head_dtype=float32"])),
         *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
         *(f"output_dir={folder}", "project=peers", f"name={label}", f"rollout.max_response_tokens={length}"),
         *(f"train.steps={steps}", f"train.groups_per_step={workload.groups}", f"optimizer.lr={workload.lr}"),

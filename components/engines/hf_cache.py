@@ -4,8 +4,8 @@
     a pool      | a 0-31 | b 0-31 | a 32-63 | c 0-31 | c 32-63 | a 64-95 |      blocks of `BLOCK`, in any order
 
 The blocks in use are the first ones, without a gap, so that one matrix product goes over all of them as they lie:
-nothing is computed for what a long sequence is longer than a short one. A block's number decides nothing. In float32 on
-a CPU the numbers of a sequence are then the same to the last bit, whatever else is there.
+nothing is computed for what a long sequence is longer than a short one. A block's number decides nothing. On a CPU the
+numbers of a sequence are then the same to the last bit, whatever else is there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..weights import BucketPlan, plan_buckets
+from ..weights import BucketPlan, TensorEntry, checksum_of, digest_of, plan_buckets
 from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
@@ -99,6 +99,16 @@ class Gatherer:
         for index, part in enumerate(self._parts):
             # Not kept in a variable, which would keep it alive while the next one is gathered.
             yield self._gather(index, self._part_now(part, tensors), self.new_bucket(), None)
+
+    def digest(self) -> str | None:
+        """On rank 0, one hash over all of it as it is published (a collective)."""
+        entries: list[TensorEntry] = []
+        for plan, memory in self.buckets():
+            if memory is not None:
+                plan, memory = self.as_published(plan, memory)
+                entries += plan.entries(checksum_of(span.data(memory).numpy(), "xxh3_128") for span in plan.spans)
+            del memory  # before the next one is gathered
+        return digest_of(entries) if entries else None
 
     def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
         """The same weights under the names of the model's files: a layer's experts apart, which costs another copy."""

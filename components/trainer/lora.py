@@ -23,7 +23,7 @@ from ..config.inputs import ALL_LINEAR, LoraConfig
 from ..config.names import nearest
 from ..failures import Refused
 from ..integrity import write_checksums
-from ..weights import BucketPlan, Manifest, TensorEntry, WeightSyncError, checksum_of, digest_of
+from ..weights import BucketPlan, Manifest, TensorEntry, WeightSyncError, checksum_of
 from .durable import sync_tree
 from .linear import linear
 from .names import PublishedNames
@@ -193,17 +193,6 @@ def base_error(manifest: Manifest, digest: str) -> WeightSyncError:
         f"the adapter belongs to weights with the digest {manifest.base[:16] or 'none'}, the engine's are "
         f"{digest[:16]}: model.path must be the same files for trainer and engine",
     )
-
-
-def digest_of_weights(weights: Gatherer) -> str | None:
-    """On rank 0, one hash over all that this gathers, in its compute type (a collective)."""
-    entries: list[TensorEntry] = []
-    for plan, memory in weights.buckets():
-        if memory is not None:
-            plan, memory = weights.as_published(plan, memory)
-            entries += plan.entries(checksum_of(span.data(memory).numpy(), "xxh3_128") for span in plan.spans)
-        del memory  # before the next one is gathered
-    return digest_of(entries) if entries else None
 
 
 class MergedWeights:

@@ -34,7 +34,7 @@ from .canary import score_canary
 from .checkpoint import SavedModules, load_state
 from .families import find_model
 from .gather import Gatherer
-from .lora import MergedWeights, adapt, adapter_tensors, adapters_off, base_tensors, digest_of_weights, initial_adapters
+from .lora import MergedWeights, adapt, adapter_tensors, adapters_off, base_tensors, initial_adapters
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
 from .offload import Offload
@@ -269,7 +269,7 @@ class Trainer:
 
         `score_canary` follows, before the weights change.
         """
-        self._publisher.begin(self.policy_version, base=self._digest_of_weights() or "")
+        self._publisher.begin(self.policy_version, base=self._digest_of_base() or "")
         return {"train/publish_memory_gib": self._publisher.memory_bytes / 2**30}
 
     @torch.no_grad()
@@ -408,10 +408,10 @@ class Trainer:
         """What checkpoints hold."""
         return {"": (self._model, self._optimizer)}
 
-    def _digest_of_weights(self) -> str | None:
+    def _digest_of_base(self) -> str | None:
         """Of what adapters are added to, made once; rank 0 alone has it, and None where all weights are trained."""
         if self._base is not None and self._base_digest is None:
-            self._base_digest = digest_of_weights(self._base) or ""
+            self._base_digest = self._base.digest() or ""
         return self._base_digest
 
     def _digest_of_reference(self) -> str | None:
@@ -424,12 +424,13 @@ class Trainer:
                 bucket_bytes=settings.param_server.bucket_mb * 2**20,
                 timeout_s=settings.cluster.step_timeout_s,
             )
-            self._reference_digest = digest_of_weights(gatherer) or ""
+            self._reference_digest = gatherer.digest() or ""
+            gatherer.close()
         return self._reference_digest
 
     def _adapts(self) -> dict[str, str | float] | None:
         """What a checkpoint of adapters belongs to; None where all weights are trained."""
-        lora, digest = self._settings.model.lora, self._digest_of_weights()
+        lora, digest = self._settings.model.lora, self._digest_of_base()
         return None if lora is None else {"base": digest or "", "scaling": lora.scaling}
 
     def _check_versions(self, batch: TrainBatch) -> None:

@@ -83,20 +83,29 @@ def test_of_several_seeds_the_table_says_what_all_of_them_took(peers: Any) -> No
     assert "| 5 to 0.70 (10 steps) |" in said(soon)
 
 
+def test_all_are_compared_with_trl_in_its_faster_type(peers: Any) -> None:
+    rows = [row("trl", 1.0), row("hf", 0.5), row("trl", 0.8, dtype="bfloat16"), row("hf", 0.4, dtype="bfloat16")]
+    said = [[cell.strip() for cell in line.split("|")[2:6]] for line in peers.table(rows).splitlines()[2:]]
+    assert [(cells[0], cells[3]) for cells in said] == [
+        *(("trl", "0.80 x"), ("hf", "1.60 x")),
+        *(("trl bfloat16", "1.00 x"), ("hf bfloat16", "2.00 x")),
+    ]
+
+
 @pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4"])
 @pytest.mark.parametrize("name", ["short", "long", "turns", "smollm2"])
 def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:
     workload = peers.WORKLOADS[name]
     files = {"tasks_file": tmp_path / "tasks.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
-    given = peers.overrides(
-        system, workload, tmp_path, files, tmp_path, "label", steps=12, every=3 * bool(workload.target), threads=2
-    )
+    own = {"steps": 12, "every": 3 * bool(workload.target), "threads": 2}
+    given = peers.overrides(system, workload, tmp_path, files, tmp_path, "label", **own, dtype="bfloat16")
     sys.path.insert(0, str(BENCHMARKS))
     try:
         config = load_config("smollm2_135m" if workload.model == "given" else "quickstart", given)
     finally:
         sys.path.remove(str(BENCHMARKS))
     assert config.train.steps == 12
+    assert (config.model.dtype, config.model.head_dtype) == ("bfloat16", "float32")
     assert config.train.groups_per_step == workload.groups
     assert config.optimizer.lr == workload.lr
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
