@@ -28,7 +28,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from leeway.config.running import ClusterConfig
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.families import ModelRefusedError, load_model
 from leeway.trainer.microbatch import split_into_microbatches
-from leeway.trainer.scoring import ScoringModel
+from leeway.trainer.scoring import ScoringModel, score_microbatch
 from leeway.trainer.settings import TrainerSettings
 from leeway.trainer.trainer import Trainer
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
@@ -325,15 +325,7 @@ def of_ours(model: ScoringModel, batch: TrainBatch, packing: Any, weights: torch
     model.zero_grad()
     logprobs = torch.full((len(batch.response_tokens),), float("nan"))
     for piece in split_into_microbatches(batch, max_tokens=150, packing=packing):
-        scored, _ = model(
-            piece.input_ids,
-            piece.logit_positions,
-            piece.targets,
-            TEMPERATURE,
-            position_ids=piece.position_ids,
-            layout=piece.layout,
-            attention_mask=piece.attention_mask,
-        )
+        scored, _ = score_microbatch(model, replace(piece, temperature=TEMPERATURE))
         (scored * weights[piece.batch_positions]).sum().backward()
         logprobs[piece.batch_positions] = scored.detach()
     return logprobs, gradients(model.lm)

@@ -3,7 +3,8 @@
     event loop  --generate, pause, load-->  commands  -->  [ commands | admit, prefill | one pass | finish ]  thread
                 <--tokens, progress------------------------------------------------------------------------
 
-Requests join and leave between two passes, and so do weights. With adapters, several versions are there at once, and a
+Requests join and leave between two passes, and so do weights. Sequences that are the same so far, as the answers to one
+prompt are at first, are one row of a pass, until they draw different tokens. With adapters, several versions are there at once, and a
 request keeps the one that it was made for: nothing pauses, and no cache is read again. A sequence draws each token with
 a number of its own generator, so that its tokens are a function of (weights, prompt, seed).
 """
@@ -403,16 +404,18 @@ class HfEngine:
             self._cache_is_old = False
         self._admit()
         self._read()
-        running = self._running
+        shared = self._parted()
+        firsts = [own[0] for own in shared]
         drawn = self._decoder.step(
-            _rows(running),
-            [s.tokens[s.num_held] for s in running],
-            [s.num_held for s in running],
-            [s.request.version for s in running],
-            then=self._drawn,
+            _rows(firsts),
+            [s.tokens[s.num_held] for s in firsts],
+            [s.num_held for s in firsts],
+            [s.request.version for s in firsts],
+            then=functools.partial(self._drawn, shared),
         )
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
-        for s, draw in zip(running, drawn, strict=True):
+        running = list(itertools.chain(*shared))
+        for s, draw in zip(running, itertools.chain(*drawn), strict=True):
             s.num_held += 1
             heard = passed.setdefault(s.request.loop, [])
             if draw is None:
@@ -454,15 +457,8 @@ class HfEngine:
         for s in begun:
             if len(s.request.sequences) == 1:
                 self._go_on(s)
+        self._running += begun
         self._make_room()
-        # Each prompt is read once, and copied for the other completions of it.
-        first = {s.request.id: s for s in reversed(begun)}
-        self._running += first.values()
-        self._read()
-        others = [s for s in begun if s is not first[s.request.id]]
-        for s, row in zip(others, self._decoder.copy(_rows(first[s.request.id] for s in others)), strict=True):
-            s.row, s.num_held = row, s.begin - 1
-        self._running += others
 
     def _go_on(self, s: _Sequence) -> None:
         """With what is there of the conversation that its prompt goes on from."""
@@ -481,47 +477,78 @@ class HfEngine:
 
     def _read(self) -> None:
         """All that is to be read before the next pass, which reads one token of each sequence."""
-        reading = [s for s in self._running if s.row is None or s.num_held < s.read_end]
+        reading = [s for s in self._running if s.row is not None and s.num_held < s.read_end]
+        new: dict[object, list[_Sequence]] = {}
+        for s in self._running:
+            if s.row is None:  # one with turns is read in parts, as it was computed
+                new.setdefault(id(s) if s.turns else (s.request.version, tuple(s.tokens)), []).append(s)
+        for same, row in zip(new.values(), self._decoder.rows(len(new)), strict=True):
+            for s in same:
+                s.row = row
+            reading.append(same[0])
         if not reading:
             return
-        new = [s for s in reading if s.row is None]
-        for s, row in zip(new, self._decoder.rows(len(new)), strict=True):
-            s.row = row
         self._decoder.read(
             _rows(reading),
             [s.tokens[: s.read_end] for s in reading],
             [s.num_held for s in reading],
             [s.request.version for s in reading],
         )
-        for s in reading:
+        for s in itertools.chain(reading, *new.values()):
             s.num_held = s.read_end
 
-    def _drawn(self, logits: torch.Tensor, places: Sequence[int]) -> list[Drawn | None]:
-        """Tokens for these of the running sequences: none for those whose next token is known."""
-        sequences = [self._running[place] for place in places]
-        at_end = [i for i, s in enumerate(sequences) if s.num_held == len(s.tokens) - 1]
-        drawn: list[Drawn | None] = [None] * len(sequences)
-        if at_end:
-            own = logits if len(at_end) == len(sequences) else logits[at_end]
-            ending = [sequences[i] for i in at_end]
+    def _parted(self) -> list[list[_Sequence]]:
+        """The running sequences by their rows, after those whose next tokens differ have got rows of their own."""
+        by_row: dict[Row | None, dict[int, list[_Sequence]]] = {}
+        for s in self._running:
+            by_row.setdefault(s.row, {}).setdefault(s.tokens[s.num_held], []).append(s)
+        parting = [same for parts in by_row.values() for same in list(parts.values())[1:]]
+        for same, row in zip(parting, self._decoder.copy(_rows(part[0] for part in parting)), strict=True):
+            for s in same:
+                s.row = row
+        return [same for parts in by_row.values() for same in parts.values()]
+
+    def _drawn(
+        self, shared: list[list[_Sequence]], logits: torch.Tensor, places: Sequence[int]
+    ) -> list[list[Drawn | None]]:
+        """Tokens for the sequences of these rows: none for those whose next token is known."""
+        wanted: dict[tuple[int, Sampling, frozenset[int]], list[_Sequence]] = {}
+        for row, place in enumerate(places):
+            for s in shared[place]:
+                if s.num_held == len(s.tokens) - 1:
+                    barred = s.request.stop if len(s.logprobs) < s.request.min_tokens else frozenset()
+                    wanted.setdefault((row, s.request.sampling, barred), []).append(s)
+        rows = [row for row, _, _ in wanted]
+        drawn: dict[int, Drawn] = {}
+        if wanted:
             sampled = sample(
-                own,
-                [s.request.sampling for s in ending],
-                [s.draw.random() for s in ending],
-                barred=[s.request.stop if len(s.logprobs) < s.request.min_tokens else () for s in ending],
+                logits if rows == list(range(len(places))) else logits[rows],
+                [sampling for _, sampling, _ in wanted],
+                [[s.draw.random() for s in same] for same in wanted.values()],
+                barred=[barred for _, _, barred in wanted],
                 scale=self._decoder.model.transform.scale,
             )
-            for i, draw in zip(at_end, sampled, strict=True):
-                drawn[i] = draw
-        return drawn
+            drawn = {
+                id(s): draw
+                for same, draws in zip(wanted.values(), sampled, strict=True)
+                for s, draw in zip(same, draws, strict=True)
+            }
+        return [[drawn.get(id(s)) for s in shared[place]] for place in places]
 
     def _end(self, sequences: list[_Sequence], *, may_go_on: bool = False) -> None:
         """They do not run any more. Conversations may go on from what is all of one version."""
         ended = set(map(id, sequences))
         self._running = [s for s in self._running if id(s) not in ended]
         alone = [s for s in sequences if may_go_on and len(s.request.sequences) == 1 and not s.is_mixed]
-        waiting = set(map(id, alone))
-        self._decoder.free(_rows(s for s in sequences if id(s) not in waiting))
+        kept = set(_rows(self._running))
+        shared = []
+        for s in alone:  # a conversation has a row of its own
+            if s.row in kept:
+                shared.append(s)
+            kept.update(_rows([s]))
+        for s, row in zip(shared, self._decoder.copy(_rows(shared)), strict=True):
+            s.row = row
+        self._decoder.free(list(set(_rows(sequences)) - kept - set(_rows(alone))))
         self._decoder.set_aside(_rows(alone))
         for s in alone:
             turns = [*s.turns, (s.begin, len(s.tokens))]

@@ -22,15 +22,15 @@ class Sampling(NamedTuple):
 def sample(
     logits: torch.Tensor,
     wanted: Sequence[Sampling],
-    numbers: Sequence[float],
+    numbers: Sequence[Sequence[float]],
     *,
     barred: Sequence[Collection[int]],
     scale: float,
-) -> list[Drawn]:
-    """One token for each row of `logits` [B, V], which are changed.
+) -> list[list[Drawn]]:
+    """Tokens for each row of `logits` [B, V], which are changed: one for each of the row's numbers (from 0 to 1).
 
-    A row's token is where its cumulative distribution, in float64, passes its number (from 0 to 1). `barred`: tokens
-    that a row may not have. `scale`: what the model's logits are multiplied with.
+    It is where the row's cumulative distribution, in float64, passes the number. `barred`: tokens that a row may not
+    have. `scale`: what the model's logits are multiplied with.
     """
     for row, tokens in enumerate(barred):
         if tokens:
@@ -43,17 +43,19 @@ def sample(
         nucleus = torch.tensor([w.top_p for w in wanted], device=logits.device)
         logprobs = _within_nucleus(logprobs, nucleus)
     total = logprobs.double().exp_().cumsum(-1)
-    # Never the very end, where rounding could reach a token of probability 0.
-    places = torch.tensor([[min(number, 1 - 1e-12)] for number in numbers], dtype=torch.float64, device=logits.device)
+    # Never the very end, where rounding could reach a token of probability 0. A row with fewer numbers has zeros, too.
+    most = max(map(len, numbers))
+    padded = [[*(min(number, 1 - 1e-12) for number in own), *[0.0] * (most - len(own))] for own in numbers]
+    places = torch.tensor(padded, dtype=torch.float64, device=logits.device)
     # In a row that is not a number all the way, which is no other row's concern: its logprob says so.
-    drawn = torch.searchsorted(total, places * total[:, -1:], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    drawn = torch.searchsorted(total, places * total[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
     greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    kept = {row: logprobs[row].isfinite().nonzero()[:, 0].tolist() for row, w in enumerate(wanted) if w.top_k}
-    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
+    kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]
+    found = zip(tokens.tolist(), logprobs.gather(-1, tokens).tolist(), numbers, kept, strict=True)
     return [
-        (token, logprob, kept.get(row, []))
-        for row, (token, logprob) in enumerate(zip(tokens.tolist(), own, strict=True))
+        [(token, logprob, ids) for token, logprob, _ in zip(of_row, logprobs_of_row, own, strict=False)]
+        for of_row, logprobs_of_row, own, ids in found
     ]
 
 

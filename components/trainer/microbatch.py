@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from ..algorithms.sequences import Tokens
 from ..samples import further, prompt_keys, ranges, starts
 from .layout import Layout, Segment, make_layout
+from .prefixes import Path, PrefixTree
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
     from ..types import TrainBatch
 
 Packing = Literal["shared", "packed", "padded"]
-"""Sequences back to back in one row, those of one prompt sharing it; back to back only; or each in a padded row."""
+"""Sequences back to back in one row, each prompt and what its responses begin with alike there once; back to back only;
+or each in a padded row.
+"""
 
 LEAST_SHARED = 32
 """Tokens that a common beginning must save: below that, one more call of attention costs as much."""
@@ -37,6 +41,10 @@ class Microbatch(Tokens):
     The logprob of response token s is read at `logit_positions[s]` of the flattened [B * T] positions: where the token
     before it stands. Packed: one row, `position_ids` and `layout` say what stands where. Padded: `attention_mask` does,
     for the few models that need it: under causal attention no real token looks at the padding on its right.
+
+    Answers to one prompt often begin alike, and the logprob of one target at one place is the same for all of them:
+    `distinct` are the tokens of which no earlier one has it, and token s has that of number `copies[s]` among them.
+    None: each has its own.
     """
 
     input_ids: torch.Tensor  # int64 [B, T]
@@ -47,6 +55,8 @@ class Microbatch(Tokens):
     targets: torch.Tensor  # int64 [S]
     batch_positions: torch.Tensor  # int64 [S], where each token is in the batch
     temperature: float | torch.Tensor  # of all tokens, or float32 [S]
+    distinct: torch.Tensor | None = None  # int64 [U]
+    copies: torch.Tensor | None = None  # int64 [S]
     token_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # [S, ...]
     prompt_tensors: dict[str, PromptRows] = field(default_factory=dict)
 
@@ -91,8 +101,9 @@ def split_into_microbatches(
         return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens, unit=unit)]
     share = packing == "shared"
     if unit > 1:
-        units = [sequences.runs(range(i, i + unit), shared=share) for i in range(0, len(sequences), unit)]
-        return [_pack(sequences, chunk, share=share) for chunk in _fill_whole(sequences, units, max_tokens)]
+        runs = [sequences.runs(range(i, i + unit), shared=share) for i in range(0, len(sequences), unit)]
+        units = [[_Cluster(sequences, members) for members in run] for run in runs]
+        return [_pack(sequences, chunk, share=share) for chunk in _fill_whole(units, max_tokens)]
     clusters = sequences.by_prompt() if share else [[i] for i in range(len(sequences))]
     return [_pack(sequences, chunk, share=share) for chunk in _fill(sequences, clusters, max_tokens)]
 
@@ -134,9 +145,19 @@ class _Sequences:
         self.response_starts = starts(self.response_lengths)
         self.first_response = self.prompt_starts[-1]
         self.prompt_keys = prompt_keys(batch)
+        self._responses: list[int] = batch.response_tokens.tolist()
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def response_at(self, i: int) -> int:
+        """Where the first token of its response is in `tokens`."""
+        return self.first_response + self.response_starts[i]
+
+    def read_of(self, i: int) -> list[int]:
+        """Its response but for the last token: nothing is predicted from that, and nothing attends to it."""
+        begin = self.response_starts[i]
+        return self._responses[begin : begin + max(0, self.response_lengths[i] - 1)]
 
     def by_prompt(self) -> list[list[int]]:
         """Sequences with the same prompt together, in the order in which the prompts first appear."""
@@ -205,35 +226,64 @@ class _Sequences:
 # ------------------------------------------------------------------------------------------------------- packed
 
 
-def _fill(sequences: _Sequences, clusters: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
-    """Clusters into microbatches, longest first, so that attention finds similar lengths together."""
-    order = sorted(clusters, key=lambda c: -max(sequences.lengths[i] for i in c))
-    chunks: list[list[list[int]]] = []
+class _Cluster:
+    """Sequences of one prompt that stand in one row, and the tree of their responses."""
+
+    def __init__(self, sequences: _Sequences, members: Sequence[int]) -> None:
+        self._sequences = sequences
+        self.members: list[int] = []
+        self.paths: list[Path] = []
+        self.tree = PrefixTree()
+        for i in members:
+            self.add(i)
+
+    @property
+    def first(self) -> int:
+        """A sequence with this prompt."""
+        return self.members[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._sequences.prompt_lengths[self.first] + self.tree.num_tokens
+
+    @property
+    def longest(self) -> int:
+        return max(self._sequences.lengths[i] for i in self.members)
+
+    def add(self, i: int) -> None:
+        self.members.append(i)
+        self.paths.append(self.tree.add(self._sequences.read_of(i)))
+
+    def num_new(self, i: int) -> int:
+        return self.tree.num_new(self._sequences.read_of(i))
+
+
+def _fill(sequences: _Sequences, prompts: list[list[int]], max_tokens: int) -> list[list[_Cluster]]:
+    """Sequences by their prompts into microbatches, longest first, so that attention finds similar lengths together."""
+    chunks: list[list[_Cluster]] = []
     room = 0
-    for cluster in order:
-        prompt = sequences.prompt_lengths[cluster[0]]
-        piece: list[int] = []
-        for i in cluster:
-            own = max(0, sequences.response_lengths[i] - 1)
-            needed = own if piece else prompt + own
-            if not chunks or needed > room:
-                # Each piece of a split cluster repeats its prompt.
-                chunks.append([])
-                room, needed, piece = max_tokens, prompt + own, []
-            if not piece:
-                chunks[-1].append(piece)
-            piece.append(i)
+    for members in sorted(prompts, key=lambda members: -max(sequences.lengths[i] for i in members)):
+        cluster = None
+        for i in members:
+            if cluster is not None and (needed := cluster.num_new(i)) <= room:
+                cluster.add(i)
+            else:  # each piece of what is split repeats the prompt
+                cluster = _Cluster(sequences, [i])
+                needed = cluster.num_tokens
+                if not chunks or needed > room:
+                    chunks.append([])
+                    room = max_tokens
+                chunks[-1].append(cluster)
             room -= needed
     return chunks
 
 
-def _fill_whole(sequences: _Sequences, units: list[list[list[int]]], max_tokens: int) -> list[list[list[int]]]:
-    """Units, each a list of clusters, into microbatches, longest first; no unit is ever cut."""
-    chunks: list[list[list[int]]] = []
+def _fill_whole(units: list[list[_Cluster]], max_tokens: int) -> list[list[_Cluster]]:
+    """Units into microbatches, longest first; no unit is ever cut."""
+    chunks: list[list[_Cluster]] = []
     room = 0
-    for unit in sorted(units, key=lambda u: -max(sequences.lengths[i] for cluster in u for i in cluster)):
-        prompts = sum(sequences.prompt_lengths[cluster[0]] for cluster in unit)
-        needed = prompts + sum(max(0, sequences.response_lengths[i] - 1) for cluster in unit for i in cluster)
+    for unit in sorted(units, key=lambda unit: -max(cluster.longest for cluster in unit)):
+        needed = sum(cluster.num_tokens for cluster in unit)
         if not chunks or needed > room:
             chunks.append([])
             room = max_tokens
@@ -242,13 +292,10 @@ def _fill_whole(sequences: _Sequences, units: list[list[list[int]]], max_tokens:
     return chunks
 
 
-def _pack(sequences: _Sequences, clusters: list[list[int]], *, share: bool) -> Microbatch:
-    """One row. The last token of a response is left out: nothing is predicted from it, and nothing attends to it.
-
-    `share`: how all prompts begin (a system prompt, the words of a template) is computed once.
-    """
+def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool) -> Microbatch:
+    """One row. `share`: how all prompts begin (a system prompt, the words of a template) is computed once."""
     sources, positions, lengths = [], [], []  # of the runs of tokens that make up the row
-    firsts, others = [], []  # by sequence: where the first response token is predicted from, and where it stands
+    rows: list[tuple[int, int]] = []  # runs (start, length) of the row that response tokens are predicted from
     segments: list[Segment] = []
     end = 0
 
@@ -259,45 +306,60 @@ def _pack(sequences: _Sequences, clusters: list[list[int]], *, share: bool) -> M
         lengths.append(length)
         end += length
 
-    begin = sequences.common_beginning([cluster[0] for cluster in clusters]) if share else 0
+    begin = sequences.common_beginning([cluster.first for cluster in clusters]) if share else 0
     context = ((0, begin),) if begin else ()
     if begin:
-        add(sequences.prompt_starts[clusters[0][0]], 0, begin)
+        add(sequences.prompt_starts[clusters[0].first], 0, begin)
         segments.append(Segment(0, begin))
     for cluster in clusters:
-        rest, prompt_length = end, sequences.prompt_lengths[cluster[0]]
-        add(sequences.prompt_starts[cluster[0]] + begin, begin, prompt_length - begin)
-        shared = len(cluster) > 1
-        if shared:
-            segments.append(Segment(rest, prompt_length - begin, context))
-        for i in cluster:
-            own = max(0, sequences.response_lengths[i] - 1)
-            if shared:
-                segments.append(Segment(end, own, (*context, (rest, prompt_length - begin))))
+        rest, prompt_length = end, sequences.prompt_lengths[cluster.first]
+        add(sequences.prompt_starts[cluster.first] + begin, begin, prompt_length - begin)
+        prompt = (rest, prompt_length - begin)
+        branches = cluster.tree.branches
+        if len(branches) != 1:
+            segments.append(Segment(*prompt, context))
+        starts_of = []
+        for branch in branches:
+            if len(branches) == 1:
+                segments.append(Segment(rest, prompt[1] + branch.length, context))
             else:
-                segments.append(Segment(rest, prompt_length - begin + own, context))
-            firsts.append(rest + prompt_length - begin - 1)
-            others.append(end)
-            add(sequences.first_response + sequences.response_starts[i], prompt_length, own)
-    order = [i for cluster in clusters for i in cluster]
+                before = tuple((starts_of[number], length) for number, length in branch.before)
+                segments.append(Segment(end, branch.length, (*context, prompt, *before)))
+            starts_of.append(end)
+            source = sequences.response_at(cluster.members[branch.sequence])
+            add(source + branch.begin, prompt_length + branch.begin, branch.length)
+        for i, path in zip(cluster.members, cluster.paths, strict=True):
+            if sequences.response_lengths[i]:
+                rows += [(rest + prompt[1] - 1, 1), *((starts_of[number], length) for number, length in path)]
+    members = [i for cluster in clusters for i in cluster.members]
+    logit_positions = ranges(*map(list, zip(*rows, strict=True))) if rows else torch.zeros(0, dtype=torch.int64)
+    fields = sequences.fields(members)
+    distinct, copies = _distinct(logit_positions, fields) if share else (None, None)
     return Microbatch(
         input_ids=sequences.tokens[ranges(sources, lengths)][None],
         position_ids=ranges(positions, lengths)[None],
         layout=make_layout(segments),
         attention_mask=None,
-        logit_positions=_rows(firsts, others, [sequences.response_lengths[i] for i in order]),
-        **sequences.fields(order),
-        prompt_tensors=sequences.prompt_tensors([cluster[0] for cluster in clusters]),
+        logit_positions=logit_positions,
+        **fields,
+        distinct=distinct,
+        copies=copies,
+        prompt_tensors=sequences.prompt_tensors([cluster.first for cluster in clusters]),
     )
 
 
-def _rows(firsts: list[int], others: list[int], response_lengths: list[int]) -> torch.Tensor:
-    """Where each response token is predicted from: the first at `firsts`, the next ones from `others` on."""
-    rows = ranges([start - 1 for start in others], response_lengths)
-    real = [k for k, length in enumerate(response_lengths) if length]
-    begins = starts(response_lengths)
-    rows[[begins[k] for k in real]] = torch.tensor([firsts[k] for k in real], dtype=torch.int64)
-    return rows
+def _distinct(
+    logit_positions: torch.Tensor, fields: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """`distinct` and `copies` of a microbatch; None where nothing is gained, or where more than place and target count."""
+    if isinstance(fields["temperature"], torch.Tensor) or fields["token_tensors"]:
+        return None, None
+    targets = fields["targets"].numpy()
+    pairs = logit_positions.numpy() * (targets.max(initial=0) + 1) + targets
+    _, distinct, copies = np.unique(pairs, return_index=True, return_inverse=True)
+    if len(distinct) == len(pairs):
+        return None, None
+    return torch.from_numpy(distinct), torch.from_numpy(copies)
 
 
 # ------------------------------------------------------------------------------------------------------- padded
@@ -322,7 +384,7 @@ def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
     firsts = []
     for b, i in enumerate(chunk):
         prompt, response = sequences.prompt_lengths[i], sequences.response_lengths[i]
-        source = sequences.first_response + sequences.response_starts[i]
+        source = sequences.response_at(i)
         input_ids[b, :prompt] = sequences.tokens[sequences.prompt_starts[i] :][:prompt]
         input_ids[b, prompt : prompt + response] = sequences.tokens[source : source + response]
         firsts.append(b * width + prompt - 1)

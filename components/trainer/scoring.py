@@ -6,17 +6,21 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..sampling_masks import BARRED, KEPT
 from .attention import NAME as PACKED
 from .attention import OwnAttention
 from .layout import Layout, padded_layout
 from .logprobs import LogitTransform, head_logits, token_logprobs
+
+if TYPE_CHECKING:
+    from .microbatch import Microbatch
 
 # Above this many logits, tiling is worth a third more arithmetic in the head: 128 MiB in float32.
 MANY_LOGITS = 1 << 25
@@ -178,6 +182,29 @@ class ScoringModel(nn.Module):
             return self.chunk_tokens, self.chunk_tokens
         vocab_size = self.lm.config.get_text_config().vocab_size
         return max(1, MANY_LOGITS // vocab_size), max(1, TILE_LOGITS[device.type] // vocab_size)
+
+
+def score_microbatch(
+    model: ScoringModel, microbatch: Microbatch, *, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropy [S]) of the microbatch's tokens, as `ScoringModel.forward` has them (a collective)."""
+    rows, targets, distinct = microbatch.logit_positions, microbatch.targets, microbatch.distinct
+    logprobs, entropy = model(
+        microbatch.input_ids,
+        rows if distinct is None else rows[distinct],
+        targets if distinct is None else targets[distinct],
+        microbatch.temperature,
+        position_ids=microbatch.position_ids,
+        layout=microbatch.layout,
+        attention_mask=microbatch.attention_mask,
+        kept=microbatch.token_tensors.get(KEPT),
+        barred=microbatch.token_tensors.get(BARRED),
+        entropy_gradient=entropy_gradient,
+    )
+    if (copies := microbatch.copies) is None:
+        return logprobs, entropy
+    # Not [copies], as above.
+    return logprobs.index_select(0, copies), entropy.index_select(0, copies)
 
 
 def masked_logprobs(

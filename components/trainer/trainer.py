@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from .. import spans
 from ..algorithms.objective import Loss, Objective
-from ..sampling_masks import BARRED, KEPT
 from ..transports.object_store import ObjectStore
 from ..transports.transport import WeightTransport
 from ..weights import CanaryPrompts, Manifest, Publication
@@ -42,7 +41,7 @@ from .optimizer import LossScale, Stepper, embedding_ids, make_optimizer
 from .publish import Publisher
 from .reference import load_reference
 from .saver import Saver
-from .scoring import ScoringModel
+from .scoring import ScoringModel, score_microbatch
 from .settings import TrainerSettings
 from .sharding import make_mesh, shard
 from .shards import shard_of
@@ -236,7 +235,7 @@ class Trainer:
     def _score(self, model: ScoringModel, batch: TrainBatch) -> torch.Tensor:
         logprobs = torch.zeros(len(batch.response_tokens))
         for microbatch in self._passes(batch):
-            scored, _ = self._run(model, microbatch)
+            scored, _ = score_microbatch(model, microbatch)
             logprobs[microbatch.batch_positions.cpu()] = scored.cpu()
         return logprobs
 
@@ -462,28 +461,13 @@ class Trainer:
         for i in range(num_passes):
             yield (own[i] if i < len(own) else empty_microbatch(packed=self._packing != "padded")).to(self._device)
 
-    def _run(
-        self, model: ScoringModel, microbatch: Microbatch, *, entropy_gradient: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies [S] of a microbatch's tokens (a collective)."""
-        return model(
-            microbatch.input_ids,
-            microbatch.logit_positions,
-            microbatch.targets,
-            microbatch.temperature,
-            position_ids=microbatch.position_ids,
-            layout=microbatch.layout,
-            attention_mask=microbatch.attention_mask,
-            kept=microbatch.token_tensors.get(KEPT),
-            barred=microbatch.token_tensors.get(BARRED),
-            entropy_gradient=entropy_gradient,
-        )
-
     def _loss(
         self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool = False
     ) -> tuple[torch.Tensor, Loss]:
         """(logprobs [S] of the microbatch's tokens, detached; their loss)."""
-        logprobs, entropy = self._run(self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient)
+        logprobs, entropy = score_microbatch(
+            self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient
+        )
         if current_is_proximal:
             microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
         return logprobs.detach(), objective.loss(

@@ -17,14 +17,15 @@ OF_ALL = Sampling(temperature=1.0, top_p=1.0, top_k=0)
 def test_a_row_that_is_no_number_has_a_logprob_that_says_so_and_no_other_has(wrong: float, sampling: Sampling) -> None:
     """An error here would be the engine's end; what is made of such a logprob fails alone."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    expected = sample(logits.clone(), [sampling] * 3, [0.3, 0.6, 0.9], barred=[()] * 3, scale=1.0)
+    expected = sample(logits.clone(), [sampling] * 3, [[0.3], [0.6, 0.2], [0.9]], barred=[()] * 3, scale=1.0)
     logits[1, 7] = wrong
-    found = sample(logits, [sampling] * 3, [0.3, 0.6, 0.9], barred=[()] * 3, scale=1.0)
+    found = sample(logits, [sampling] * 3, [[0.3], [0.6, 0.2], [0.9]], barred=[()] * 3, scale=1.0)
     assert found[0] == expected[0]
     assert found[2] == expected[2]
-    token, logprob, _ = found[1]
-    assert 0 <= token < 50
-    assert not math.isfinite(logprob)
+    assert len(found[1]) == 2
+    for token, logprob, _ in found[1]:
+        assert 0 <= token < 50
+        assert not math.isfinite(logprob)
 
 
 def test_a_number_chooses_by_the_distribution_that_is_left() -> None:
@@ -38,6 +39,8 @@ def test_a_number_chooses_by_the_distribution_that_is_left() -> None:
         (OF_ALL._replace(temperature=0.0), 0.0, (), 3, 0.4),
     ]
     for sampling, number, barred, token, probability in cases:
-        found, logprob, kept = sample(logits.clone(), [sampling], [number], barred=[barred], scale=1.0)[0]
+        drawn = sample(logits.clone(), [sampling], [[0.999, number]], barred=[barred], scale=1.0)[0]
+        assert drawn[0][0] == 3
+        found, logprob, kept = drawn[1]
         assert (found, math.exp(logprob)) == (token, pytest.approx(probability))
         assert kept == ([2, 3] if sampling.top_k else [])

@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from leeway.trainer.attention import may_be_packed, packed_attention
 from leeway.trainer.families import load_model
 from leeway.trainer.layout import Segment, make_layout
 from leeway.trainer.microbatch import Microbatch, split_into_microbatches
-from leeway.trainer.scoring import ScoringModel
+from leeway.trainer.scoring import ScoringModel, score_microbatch
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 
 from ..tiers import slow_but_for
@@ -54,11 +55,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 EACH = slow_but_for(["gemma2"], ARCHITECTURES)  # windows and capped scores
 
 
-def trajectory(rng: random.Random, prompt: list[int], response: int) -> Trajectory:
+def trajectory(rng: random.Random, prompt: list[int], response: int, begin: Sequence[int] = ()) -> Trajectory:
+    """`begin`: how its response begins, of `response` tokens in all."""
     masked = rng.randint(0, response - 1) if rng.random() < 0.3 else 0
     return Trajectory(
         prompt_tokens=prompt,
-        response_tokens=[rng.randrange(VOCAB) for _ in range(response)],
+        response_tokens=[*begin[:response], *(rng.randrange(VOCAB) for _ in range(response - len(begin)))],
         loss_mask=[False] * masked + [True] * (response - masked),
         behavior_logprobs=[0.0] * masked + [rng.uniform(-5, -3) for _ in range(response - masked)],
         policy_versions=[0] * response,
@@ -71,13 +73,20 @@ def trajectory(rng: random.Random, prompt: list[int], response: int) -> Trajecto
 def groups(seed: int, number: int = 5, size: int = 4, begin: Sequence[int] = ()) -> list[Trajectory]:
     """Groups of `size` with one prompt each, then some sequences of their own; lengths of one token among them.
 
-    `begin`: how all prompts begin.
+    Of a group's responses, some begin as another one does, or are that from beginning to end. `begin`: how all prompts
+    begin.
     """
     rng = random.Random(seed)
-    out = []
+    out: list[Trajectory] = []
     for _ in range(number):
         prompt = [*begin, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
-        out += [trajectory(rng, prompt, rng.choice((1, rng.randint(2, 14)))) for _ in range(size)]
+        responses: list[list[int]] = [[]]
+        for _ in range(size):
+            like = rng.choice(responses)
+            alike = rng.choice((0, rng.randint(0, len(like)), len(like)))
+            response = rng.choice((1, len(like) or 1, rng.randint(2, 14)))
+            out.append(trajectory(rng, prompt, response, like[:alike]))
+            responses.append(out[-1].response_tokens)
     for _ in range(3):
         prompt = [*begin, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
         out.append(trajectory(rng, prompt, rng.randint(1, 14)))
@@ -113,14 +122,7 @@ def score(model: ScoringModel, batch: TrainBatch, packing: str, max_tokens: int 
     logprobs = torch.full((len(batch.response_tokens),), float("nan"))
     model.zero_grad()
     for piece in split_into_microbatches(batch, max_tokens=max_tokens, packing=packing):  # type: ignore[arg-type]
-        scored, _ = model(
-            piece.input_ids,
-            piece.logit_positions,
-            piece.targets,
-            0.7,
-            position_ids=piece.position_ids,
-            layout=piece.layout,
-        )
+        scored, _ = score_microbatch(model, replace(piece, temperature=0.7))
         (scored * weights[piece.batch_positions]).sum().backward()
         logprobs[piece.batch_positions] = scored.detach()
     return logprobs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -192,17 +194,31 @@ def sequences_of(piece: Microbatch) -> list[list[int]]:
     return [tokens[index[a:b]].tolist() for a, b in itertools.pairwise(starts)]
 
 
+def beginnings(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
+    """How many tokens are read where no beginning is read twice, and how many tokens are predicted from different ones."""
+    prompts, read, predicted = set(), set(), set()
+    for t in trajectories:
+        prompt, response = tuple(t.prompt_tokens), tuple(t.response_tokens)
+        prompts.add(prompt)
+        read |= {(prompt, response[:k]) for k in range(1, len(response))}
+        predicted |= {(prompt, response[:k]) for k in range(1, len(response) + 1)}
+    return sum(map(len, prompts)) + len(read), len(predicted)
+
+
 @pytest.mark.slow
-def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
+def test_what_answers_begin_with_is_in_the_row_once_and_every_answer_follows_it():
+    copied = 0
     for seed in range(10):
         trajectories = groups(seed)
         [piece] = split_into_microbatches(batch_of(trajectories), max_tokens=10_000)
-        prompts = {tuple(t.prompt_tokens) for t in trajectories}
-        responses = sum(len(t.response_tokens) - 1 for t in trajectories)
-        assert piece.input_ids.shape[1] == sum(map(len, prompts)) + responses
+        num_read, num_predicted = beginnings(trajectories)
+        assert piece.input_ids.shape[1] == num_read
+        assert piece.distinct is not None and len(piece.distinct) == num_predicted
+        copied += len(piece.targets) - num_predicted
         seen = sequences_of(piece)
         for t in trajectories:
-            assert t.prompt_tokens + t.response_tokens[:-1] in seen
+            read = t.prompt_tokens + t.response_tokens[:-1]
+            assert any(sequence[: len(read)] == read for sequence in seen)
         # A logprob is read where the token before its target stands.
         assert piece.position_ids is not None
         for i, target, place in zip(
@@ -216,6 +232,7 @@ def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
                 for k in range(len(tr.response_tokens))
             ]
             assert piece.input_ids[0, i] == before[place]
+    assert copied > 20
 
 
 class AddedByAnyThread(TorchDispatchMode):
@@ -270,8 +287,7 @@ def test_what_all_prompts_begin_with_is_computed_once(load, name):
     batch = batch_of(trajectories)
     pieces = split_into_microbatches(batch, max_tokens=10_000)
     prompts = {tuple(t.prompt_tokens) for t in trajectories}
-    of_their_own = sum(len(p) - len(BEGIN) for p in prompts) + sum(len(t.response_tokens) - 1 for t in trajectories)
-    assert pieces[0].input_ids.numel() == len(BEGIN) + of_their_own
+    assert pieces[0].input_ids.numel() == beginnings(trajectories)[0] - (len(prompts) - 1) * len(BEGIN)
     check_same(score(load(name, "auto"), batch, "shared"), score(load(name, "padded"), batch, "padded"))
 
 
