@@ -4,9 +4,9 @@
                 <--tokens, progress------------------------------------------------------------------------
 
 Requests join and leave between two passes, and so do weights. Sequences that are the same so far, as the answers to one
-prompt are at first, are one row of a pass, until they draw different tokens. With adapters, several versions are there at once, and a
-request keeps the one that it was made for: nothing pauses, and no cache is read again. A sequence draws each token with
-a number of its own generator, so that its tokens are a function of (weights, prompt, seed).
+prompt are at first, are one row of a pass, until they draw different tokens. With adapters, several versions are there
+at once, and a request keeps the one that it was made for: nothing pauses, and no cache is read again. A sequence draws
+each token with a number of its own generator, so that its tokens are a function of (weights, prompt, seed).
 """
 
 from __future__ import annotations

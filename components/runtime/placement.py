@@ -100,7 +100,7 @@ class OwnMachine:
 
     def __init__(self, config: Config, recipe: Needs, run_dir: Path) -> None:
         self._cores = assign_cores(config, recipe)
-        self._others = beside_engines(self._cores)
+        self._free, self._others = beside_engines(self._cores)
         self._on_gpu = config.cluster.device == "cuda"
         self._run_dir = run_dir
 
@@ -117,24 +117,31 @@ class OwnMachine:
         )
 
     def keep_off_engines(self, process: dict[str, Any]) -> None:
-        if self._others:
-            keep_on(process["pid"], self._others, but=process.get("compute_threads", ()))
+        others, own = self._others, process.get("compute_threads", ())
+        if own and others and not self._free:
+            # One thread of a process has Python's lock at a time. A trainer's pass would have the core of the one that
+            # has it, and the engine would wait for both.
+            others = sorted(os.sched_getaffinity(own[0]))
+        if others:
+            keep_on(process["pid"], others, but=own)
 
     async def close(self, grace_s: float) -> None:
         """The run's end removes what is here: see `footprint`."""
 
 
-def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int]:
-    """Cores for collectors, buffer and parameter server; [] if nothing is pinned or engines have them all.
+def beside_engines(cores: Cores, available: list[int] | None = None) -> tuple[list[int], list[int]]:
+    """(cores that neither engines nor trainers have, cores for collectors, buffer and parameter server).
 
-    An engine's passes are short and consecutive: anything that takes its core in between delays every sequence in it.
-    If trainers leave a core free, the parts get it; else they share with trainers.
+    [] for both if nothing is pinned or engines have them all. An engine's passes are short and consecutive: anything
+    that takes its core in between delays every sequence in it. If trainers leave a core free, the parts get it; else
+    they share with trainers, but for a collector in whose process the engine computes: that shares with its engine.
     """
     if not any(cores.engines):
-        return []
+        return [], []
     own = set(os.sched_getaffinity(0) if available is None else available)
     left = own.difference(*cores.engines)
-    return sorted(left.difference(*cores.trainers) or left)
+    free = left.difference(*cores.trainers)
+    return sorted(free), sorted(free or left)
 
 
 def keep_on(pid: int, cores: Sequence[int], *, but: Sequence[int] = ()) -> None:

@@ -351,7 +351,7 @@ def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool) -> Mi
 def _distinct(
     logit_positions: torch.Tensor, fields: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """`distinct` and `copies` of a microbatch; None where nothing is gained, or where more than place and target count."""
+    """`distinct` and `copies` of a microbatch; None where all differ, or may differ by more than place and target."""
     if isinstance(fields["temperature"], torch.Tensor) or fields["token_tensors"]:
         return None, None
     targets = fields["targets"].numpy()

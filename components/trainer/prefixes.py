@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Path = tuple[tuple[int, int], ...]
-"""A sequence by the branches that it follows, in order: (number of the branch, how many of its tokens from its first)."""
+"""A sequence by the branches that it follows, in order: (number of the branch, how many of its first tokens)."""
 
 
 @dataclass(frozen=True)

@@ -465,9 +465,7 @@ class Trainer:
         self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool = False
     ) -> tuple[torch.Tensor, Loss]:
         """(logprobs [S] of the microbatch's tokens, detached; their loss)."""
-        logprobs, entropy = score_microbatch(
-            self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient
-        )
+        logprobs, entropy = score_microbatch(self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient)
         if current_is_proximal:
             microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
         return logprobs.detach(), objective.loss(

@@ -195,7 +195,7 @@ def sequences_of(piece: Microbatch) -> list[list[int]]:
 
 
 def beginnings(trajectories: Sequence[Trajectory]) -> tuple[int, int]:
-    """How many tokens are read where no beginning is read twice, and how many tokens are predicted from different ones."""
+    """How many tokens are read if no beginning is read twice, and how many differ in themselves or what is before."""
     prompts, read, predicted = set(), set(), set()
     for t in trajectories:
         prompt, response = tuple(t.prompt_tokens), tuple(t.response_tokens)
@@ -213,7 +213,8 @@ def test_what_answers_begin_with_is_in_the_row_once_and_every_answer_follows_it(
         [piece] = split_into_microbatches(batch_of(trajectories), max_tokens=10_000)
         num_read, num_predicted = beginnings(trajectories)
         assert piece.input_ids.shape[1] == num_read
-        assert piece.distinct is not None and len(piece.distinct) == num_predicted
+        assert piece.distinct is not None
+        assert len(piece.distinct) == num_predicted
         copied += len(piece.targets) - num_predicted
         seen = sequences_of(piece)
         for t in trajectories:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from leeway.config import Config, derive, find_recipe
-from leeway.runtime.placement import Cores, assign_cores, beside_engines, keep_on
+from leeway.runtime.placement import Cores, OwnMachine, assign_cores, beside_engines, keep_on
 
 
 def config_of(*, generators=1, ranks=1, **cluster: Any) -> Config:
@@ -73,19 +73,53 @@ def test_one_core_or_no_pinning_leaves_everything_to_float():
 
 
 @pytest.mark.parametrize(
-    ("available", "settings", "others"),
+    ("available", "settings", "free", "others"),
     [
-        (2, {}, [1]),  # with the trainer
-        (4, {}, [1, 2]),
-        (4, {"cpus_per_generator": 3}, [3]),
-        (1, {}, []),
-        (4, {"pin_cores": False}, []),
-        (2, {"engine_cores": [0, 1], "cpus_per_generator": 2}, []),
+        (2, {}, [], [1]),  # with the trainer
+        (4, {}, [1, 2], [1, 2]),
+        (4, {"cpus_per_generator": 3}, [], [3]),
+        (1, {}, [], []),
+        (4, {"pin_cores": False}, [], []),
+        (2, {"engine_cores": [0, 1], "cpus_per_generator": 2}, [], []),
     ],
 )
-def test_other_parts_are_kept_off_the_engines_cores(available, settings, others):
-    assert beside_engines(cores_of(available, **settings), list(range(available))) == others
-    assert beside_engines(cores_of(4, "sft"), [0, 1, 2, 3]) == []
+def test_other_parts_are_kept_off_the_engines_cores(available, settings, free, others):
+    assert beside_engines(cores_of(available, **settings), list(range(available))) == (free, others)
+    assert beside_engines(cores_of(4, "sft"), [0, 1, 2, 3]) == ([], [])
+
+
+WORKER = """
+import os, threading, time
+
+def compute():
+    os.sched_setaffinity(0, [{core}])
+    print(threading.get_native_id(), flush=True)
+    time.sleep(600)
+
+threading.Thread(target=compute).start()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(("free", "kept_on"), [(False, 0), (True, 1)])
+def test_a_collector_shares_cores_with_the_engine_in_its_process_unless_some_are_free(
+    free: bool, kept_on: int, tmp_path: Path
+) -> None:
+    """Two threads of one process: on the trainer's core, one would hold Python's lock while it waits for a pass."""
+    two = sorted(os.sched_getaffinity(0))[:2]
+    config = config_of()
+    machine = OwnMachine(config, find_recipe("async_rl"), tmp_path)
+    machine._free, machine._others = [two[1]] if free else [], [two[1]]
+    program = WORKER.format(core=two[0])
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        engine = int(process.stdout.readline())
+        machine.keep_off_engines({"pid": process.pid, "compute_threads": [engine]})
+        assert os.sched_getaffinity(process.pid) == {two[kept_on]}
+        assert os.sched_getaffinity(engine) == {two[0]}
+        machine.keep_off_engines({"pid": process.pid, "compute_threads": []})  # its engine is another process
+        assert os.sched_getaffinity(process.pid) == {two[1]}
+        process.kill()
 
 
 def test_a_process_is_kept_on_cores_with_all_its_threads():
