@@ -28,7 +28,7 @@ In bfloat16 TRL's and torchrl's weights and generation stay in float32, and pass
 compute all in bfloat16 but for attention and the output head, with the optimizer's weights in float32. "Beside TRL" is
 beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
 fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
-sampled once a second. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning runs
+sampled every three seconds. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning runs
 about two.
 """
 
@@ -287,13 +287,14 @@ def watched(
     with open(log, "w", encoding="utf-8") as said:
         run = subprocess.Popen(command, cwd=HERE, env=env, stdout=said, stderr=subprocess.STDOUT)
     memory = Memory(label)
+    written = Written(lines)
     first = last = None
     try:
         while run.poll() is None:
             time.sleep(0.05)
             if time.monotonic() - begun > DEADLINE_S:
                 raise SystemExit(f"{label}: not finished after {DEADLINE_S} s; see {log}")
-            step = max((row["step"] for row in rows_of(lines)), default=0)
+            step = written.step()
             if first is None and step >= first_step:
                 first = step, cpu_seconds(label), time.monotonic()
             if last is None and step >= steps - 1:
@@ -353,8 +354,26 @@ def rows_of(lines: Path) -> list[dict[str, Any]]:
         return []
 
 
+class Written:
+    """What a run writes of itself, each line read once: who measures shares the cores with what is measured."""
+
+    def __init__(self, lines: Path) -> None:
+        self._lines = lines
+        self._read = self._step = 0
+
+    def step(self) -> int:
+        """The last step so far."""
+        with contextlib.suppress(OSError), open(self._lines, "rb") as file:
+            file.seek(self._read)
+            new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read += len(whole)
+            self._step = max([self._step, *(json.loads(line)["step"] for line in whole.splitlines())])
+        return self._step
+
+
 class Memory:
-    """Samples what the processes of a run hold, once a second; shared pages count for each by its part."""
+    """Samples what the processes of a run hold, every three seconds; shared pages count for each by its part."""
 
     def __init__(self, label: str) -> None:
         self.peak = 0
@@ -363,7 +382,7 @@ class Memory:
         self._thread.start()
 
     def _sample(self) -> None:
-        while not self._ended.wait(1.0):
+        while not self._ended.wait(3.0):
             total = 0
             for process in of_run(self._label):
                 with contextlib.suppress(OSError, ValueError, IndexError):

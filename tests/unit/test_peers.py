@@ -112,3 +112,16 @@ def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system
         system, 2
     )
     assert (config.cluster.placement == "turns") == system.startswith("lockstep")
+
+
+def test_each_line_that_a_run_writes_is_read_once(peers: Any, tmp_path: Path) -> None:
+    lines = tmp_path / "steps.jsonl"
+    written = peers.Written(lines)
+    assert written.step() == 0
+    lines.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert written.step() == 2
+    with lines.open("a") as file:
+        file.write('ep": 3}\n')
+    assert written.step() == 3
+    lines.write_text("x" * len(lines.read_text()) + '{"step": 5}\n')  # what was read is not looked at again
+    assert written.step() == 5
