@@ -28,8 +28,8 @@ In bfloat16 TRL's and torchrl's weights and generation stay in float32, and pass
 compute all in bfloat16 but for attention and the output head, with the optimizer's weights in float32. "Beside TRL" is
 beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
 fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
-sampled every three seconds. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning runs
-about two.
+sampled every three seconds. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning
+runs about two.
 """
 
 from __future__ import annotations
