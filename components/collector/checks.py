@@ -10,10 +10,11 @@ from contextvars import ContextVar
 from numbers import Real
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ..envs.base import ended_by_own_code
-from ..samples import Samples, end_to_end, laid
+from ..samples import TOKEN_FIELDS, Samples, end_to_end, laid
 from ..sampling_masks import check_masks
 from ..types import Trajectory
 
@@ -183,26 +184,26 @@ def checked(
         samples = laid(trajectories, temperature=temperature)
     except (OverflowError, TypeError) as error:
         raise TypeError(f"{_NO_TOKENS} ({error})") from None
-    if any((samples[name] < 0).any() for name in ("prompt_tokens", "response_tokens")):
+    # numpy from here on: of a call over so few numbers, torch takes five times as long.
+    fields = {name: samples[name].numpy() for name in ("prompt_tokens", *TOKEN_FIELDS)}
+    ids = fields["prompt_tokens"], fields["response_tokens"]
+    if any(own.min(initial=0) < 0 for own in ids):
         raise TypeError(_NO_TOKENS)
-    ids = torch.cat([samples["prompt_tokens"], samples["response_tokens"]])
-    largest = int(ids.max()) if len(ids) else 0
+    largest = max(int(own.max(initial=0)) for own in ids)
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(f"rollout() returned token id {largest}; the model's vocabulary has {vocab_size}")
-    is_sampled = samples["loss_mask"]
-    logprobs = samples["behavior_logprobs"][is_sampled]
-    if not bool(logprobs.isfinite().all()):
-        worst = logprobs[~logprobs.isfinite()][0].item()
+    is_sampled = fields["loss_mask"]
+    logprobs = fields["behavior_logprobs"][is_sampled]
+    if not np.isfinite(logprobs).all():
+        worst = logprobs[~np.isfinite(logprobs)][0].item()
         raise ValueError(f"rollout() returned a token with logprob {worst}; expected what generate() gave")
     try:
         check_masks(samples, masks)
     except ValueError as error:
         raise ValueError(f"rollout() returned trajectories that cannot be trained on: {error}") from None
-    own = samples["policy_versions"][is_sampled]
-    unknown = own[~torch.isin(own, torch.tensor(sorted(versions), dtype=own.dtype))]
-    if len(unknown):
+    if unknown := set(fields["policy_versions"][is_sampled].tolist()) - versions:
         raise ValueError(
-            f"rollout() returned a sampled token of version {int(unknown.min())}; expected what generate() gave in "
+            f"rollout() returned a sampled token of version {min(unknown)}; expected what generate() gave in "
             f"this rollout: {sorted(versions)}"
         )
     if not len(logprobs):
@@ -210,23 +211,22 @@ def checked(
             "rollout() returned trajectories of which no token was sampled by the policy; nothing to train on"
         )
     if sampled is not None:
-        _check_drawn(samples["response_tokens"][is_sampled], logprobs, sampled)
+        _check_drawn(fields["response_tokens"][is_sampled], logprobs, sampled)
     return samples
 
 
-def _check_drawn(
-    tokens: torch.Tensor, logprobs: torch.Tensor, sampled: Sequence[tuple[list[int], list[float]]]
-) -> None:
+def _check_drawn(tokens: np.ndarray, logprobs: np.ndarray, sampled: Sequence[tuple[list[int], list[float]]]) -> None:
     """Raises ValueError for a token that the engine did not draw, or not with this logprob: its ratio would be wrong
     from the first step on.
     """
     own = _with_logprobs(tokens, logprobs)
     drawn = _with_logprobs(
-        end_to_end([its for its, _ in sampled], torch.int32), end_to_end([its for _, its in sampled], torch.float32)
+        end_to_end([its for its, _ in sampled], torch.int32).numpy(),
+        end_to_end([its for _, its in sampled], torch.float32).numpy(),
     )
-    if torch.equal(own, drawn):  # as they mostly are: in the order in which they came
+    if np.array_equal(own, drawn):  # as they mostly are: in the order in which they came
         return
-    other = (~torch.isin(own, drawn)).nonzero()
+    other = np.isin(own, drawn, invert=True).nonzero()[0]
     if len(other):
         at = int(other[0])
         raise ValueError(
@@ -236,9 +236,9 @@ def _check_drawn(
         )
 
 
-def _with_logprobs(tokens: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def _with_logprobs(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
     """int32 [N], float32 [N] -> int64 [N]: both, bit for bit."""
-    return (tokens.long() << 32) | (logprobs.view(torch.int32).long() & 0xFFFFFFFF)
+    return (tokens.astype(np.int64) << 32) | logprobs.view(np.uint32)
 
 
 _NO_TOKENS = (

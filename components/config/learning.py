@@ -151,8 +151,8 @@ class TrainConfig(Section):
     )
     packing: Literal["auto", "padded"] = Field(
         default="auto",
-        description="auto: pack sequences back to back and compute a group's prompt once, where model.attn is auto or "
-        "sdpa and packing is exact for the model (checked at the start); padded: one row each",
+        description="auto: pack sequences back to back and compute what those of one prompt begin with once, where "
+        "model.attn is auto or sdpa and packing is exact for the model (checked at the start); padded: one row each",
     )
     logprob_chunk_tokens: PositiveInt | None = Field(
         default=None,

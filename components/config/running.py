@@ -107,7 +107,7 @@ class ClusterConfig(Section):
     pin_cores: Annotated[bool, ON_CPU] = Field(
         default=True,
         description="pin engines and trainers to separate cores, and keep collectors, buffer and parameter server off "
-        "the engines' cores (device cpu)",
+        "the engines' cores (device cpu); a collector with engine hf shares those of its engine where no core is free",
     )
     engine_cores: Annotated[list[NonNegativeInt] | None, GENERATION] = Field(
         default=None,

@@ -2,7 +2,7 @@
 
     read -> set rotary frequencies to those of the run's longest sequence
          -> measure what the model does to its head's logits
-         -> score three short sequences with transformers, each alone, in evaluation mode
+         -> score four short sequences with transformers, each alone, in evaluation mode
          -> take the first way to compute a pass that agrees: packed, padded, padded with masks
 
 Nothing depends on a family's name. A model that no way computes exactly is refused, by name, before training starts.
@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ from .attention import may_be_packed
 from .logprobs import LogitTransform
 from .microbatch import Packing, split_into_microbatches
 from .pretrained import ModelRefusedError, read_weights, skeleton
-from .scoring import ScoringModel, head_forward, output_head
+from .scoring import ScoringModel, head_forward, output_head, score_microbatch
 from .sharding import reshard, shard
 from .shards import shard_of
 from .tensors import fill, saved_tensors, taken_back
@@ -357,7 +357,10 @@ def _rounded(scale: float) -> float:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Three short sequences, two of them with one prompt, and their responses' logprobs from transformers."""
+    """Four short sequences, three of them with one prompt, and their responses' logprobs from transformers.
+
+    Of these three, the second begins like no other one, and the third as the first does.
+    """
 
     name: str
     transform: LogitTransform
@@ -377,7 +380,8 @@ class _Probe:
         transform = logit_transform(model, device)
         tokens = probe_tokens(lm, 27)
         prompt, other = tokens[:5], tokens[20:23]
-        sequences = [(prompt, tokens[5:12]), (prompt, tokens[12:17]), (other, tokens[23:27])]
+        one, another, third = tokens[5:12], tokens[12:17], tokens[5:8] + tokens[17:20]
+        sequences = [(prompt, one), (prompt, another), (prompt, third), (other, tokens[23:27])]
         before = _versions(lm)
         logprobs, nexts, widest = [], [], 1.0
         with short_windows(lm, longest):
@@ -434,7 +438,7 @@ class _Probe:
                 position_ids = position_ids.clone()
                 position_ids[:, 1 - last :] += self.longest - last
             compared[-len(self.sequences[-1][1]) :] = False
-        pass_ = pass_.to(self.device)
+        pass_ = replace(pass_, position_ids=position_ids).to(self.device)
         embedded: list[torch.Tensor] = []
 
         def to_derive_by(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
@@ -444,15 +448,7 @@ class _Probe:
         embeddings: nn.Module = model.lm.get_input_embeddings()  # type: ignore[assignment]
         hook = embeddings.register_forward_hook(to_derive_by)
         try:
-            scored, _ = model(
-                pass_.input_ids,
-                pass_.logit_positions,
-                pass_.targets,
-                1.0,
-                position_ids=None if position_ids is None else position_ids.to(self.device),
-                layout=pass_.layout,
-                attention_mask=pass_.attention_mask,
-            )
+            scored, _ = score_microbatch(model, pass_)
         finally:
             hook.remove()
         if learns:
