@@ -167,11 +167,11 @@ def test_one_that_is_given_up_takes_nothing_from_the_others(counted: Counted) ->
 
 def test_conversations_that_began_alike_go_on_from_rows_of_their_own(counted: Counted) -> None:
     async def talk(seed: int) -> list[Any]:
-        tokens, said = [*PROMPT], []
-        with RolloutClock() as clock:
+        tokens, said, clock = [*PROMPT], [], RolloutClock()
+        with clock:
             for turn in range(3):
                 [answer] = await counted.asked(100 * turn + seed, prompt=tokens, max_tokens=8, clock=clock)
-                tokens = [*tokens, *answer.tokens, 6, 11]
+                tokens = [*tokens, *answer.tokens, 20 + seed, 11]
                 said.append(answer)
         return said
 
