@@ -109,7 +109,7 @@ def _meetings() -> tempfile.TemporaryDirectory[str]:
 
 
 SHARDED: dict[str, Any] = {"forward_prefetch": 1}
-"""Settings with which FSDP shards a rank that is alone, which it otherwise does not in float32."""
+"""Settings with which FSDP shards a rank that is alone, as it otherwise does not on a CPU."""
 
 
 def one_rank_trainer(path: Path, **changes: Any) -> Trainer:

@@ -4,6 +4,7 @@ copies (HSDP).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from ..failures import Refused
 from .linear import use_onednn
 from .shards import shard_of
 from .tensors import fill
+from .working_copies import ComputesWithCopies, use_working_copies
 
 if TYPE_CHECKING:  # the driver reads checkpoints, and has no use for transformers
     from .scoring import ScoringModel
@@ -55,8 +57,8 @@ def shard(
 ) -> ScoringModel:
     """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
-    A rank that has nothing to exchange is not sharded: its parameters are plain tensors. Computes in `compute_dtype`;
-    master weights, gradient reduction and optimizer are in float32. `compile_layers`: each decoder layer by
+    A CPU rank that is alone is not sharded: its parameters are plain tensors, with `working_copies` in another type.
+    Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32. `compile_layers`: each decoder layer by
     torch.compile, except its packed attention. `cpu_offload`: master weights, gradients and optimizer live in the CPU's
     memory, and a layer's weights come to the device while it computes.
     `forward_prefetch`: weights of so many further units are gathered while one computes its forward pass. `units`: see
@@ -83,28 +85,35 @@ def shard(
             # Microbatches differ only in length: the first two compile one program for all of them. If every size were
             # marked as dynamic, torch would divide every index by the size of a head.
             layer.compile()
-    # A CPU rank that is alone, and computes in what it trains in, has nothing to gather, to cast or to reduce. FSDP
-    # would only copy all weights and all gradients, in every pass.
-    exchanges = mesh.size() > 1 or mesh.device_type != "cpu" or policy.param_dtype is not None
-    if exchanges or cpu_offload or units is not None or forward_prefetch:
+    # A CPU rank that is alone has nothing to gather or to reduce. FSDP would only copy all weights and all gradients, in
+    # every pass.
+    exchanges = mesh.size() > 1 or mesh.device_type != "cpu"
+    is_sharded = exchanges or cpu_offload or units is not None or forward_prefetch > 0
+    if is_sharded:
         for module in reversed(modules):  # those inside of others first
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
-        fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        # Tokens' temperatures reach the root as numbers, and would be rounded.
+        exact = dataclasses.replace(policy, cast_forward_inputs=False)
+        fully_shard(model, mesh=mesh, mp_policy=exact, offload_policy=offload)
     if forward_prefetch:
         for i, module in enumerate(modules):
             assert isinstance(module, FSDPModule), "sharded above"
             module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + forward_prefetch])  # type: ignore[arg-type]
     fill(model.lm, weights)
-    if hasattr(model, "plain_logits"):
+    if not is_sharded and policy.param_dtype is not None:
+        use_working_copies(model, policy.param_dtype)
+    elif is_sharded and hasattr(model, "plain_logits"):
         register_fsdp_forward_method(model, "plain_logits")
     return model
 
 
 def reshard(model: nn.Module) -> None:
-    """Release gathered weights, so that every parameter is this rank's own shard of its master weights.
+    """Release what passes compute with, so that every parameter is this rank's own shard of its master weights.
 
     FSDP keeps what a forward without a backward gathered for the outermost layers, and would use it again.
     """
+    if isinstance(model, ComputesWithCopies):
+        model.copies.take_away()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

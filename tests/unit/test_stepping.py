@@ -275,7 +275,7 @@ def test_a_rank_that_is_alone_is_sharded_only_where_that_does_something(make):
         return any(isinstance(p, DTensor) for p in make(**changes)._model.parameters())
 
     assert not is_sharded()
-    assert is_sharded(dtype="bfloat16")
+    assert not is_sharded(dtype="bfloat16")
     assert is_sharded(cpu_offload=True)
     assert is_sharded(forward_prefetch=1)
     assert is_sharded(fsdp_units=["Qwen2MLP"])
