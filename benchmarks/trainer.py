@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import socket
 import sys
@@ -83,7 +84,8 @@ class Batch:
 
 
 def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, median: int, seed: int = 0) -> Batch:
-    """`groups`: prompts of 14-18 tokens, responses of 3-5. `lognormal`: each sequence has a short prompt of its own and
+    """`groups`: prompts of 14-18 tokens, responses of 3-5. `tails`: the same prompts, responses of geometric length that
+    are cut at 4 `median` tokens, which half of them reach. `lognormal`: each sequence has a short prompt of its own and
     a response of `median` tokens times exp(N(0, 1))."""
     rng = random.Random(seed)
     prompts, responses = [], []
@@ -91,7 +93,12 @@ def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, 
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(14, 18))]
         for _ in range(group_size):
             own = [rng.randrange(vocab_size) for _ in range(16)] if data == "lognormal" else prompt
-            length = int(median * rng.lognormvariate(0, 1)) + 1 if data == "lognormal" else rng.randint(3, 5)
+            if data == "lognormal":
+                length = int(median * rng.lognormvariate(0, 1)) + 1
+            elif data == "tails":
+                length = min(4 * median, int(rng.expovariate(math.log(2) / (4 * median))) + 1)
+            else:
+                length = rng.randint(3, 5)
             prompts.append(own)
             responses.append([rng.randrange(vocab_size) for _ in range(length)])
     flat = torch.tensor([t for r in responses for t in r])
@@ -282,10 +289,10 @@ def synchronize(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="quickstart")
-    parser.add_argument("--data", choices=("groups", "lognormal"), default="groups")
+    parser.add_argument("--data", choices=("groups", "tails", "lognormal"), default="groups")
     parser.add_argument("--groups", type=int, default=48)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--median", type=int, default=64, help="lognormal: median response length")
+    parser.add_argument("--median", type=int, default=64, help="of response lengths, for lognormal and tails")
     parser.add_argument("--packing", nargs="+", choices=("shared", "packed", "padded"), default=["shared"])
     parser.add_argument("--max-tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
