@@ -171,17 +171,29 @@ class BlockPool:
             del keys, values
 
 
+class AllWasRead(Exception):
+    """The last layer has its keys and values: what it would make of them is not wanted."""
+
+
 class ReadAttention:
     """That of a pass over tokens that come after what R rows hold, from `starts` on, for which they have room.
 
-    The rows are of one pool, and have as many blocks each. Their tokens are padded to one length T.
+    The rows are of one pool, and have as many blocks each. Their tokens are padded to one length T. With `last_layer`,
+    the number of layers that attend, the last one raises `AllWasRead` in the place of attending.
     """
 
     def __init__(
-        self, rows: Sequence[Row], starts: Sequence[int], lengths: Sequence[int], device: torch.device
+        self,
+        rows: Sequence[Row],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        last_layer: int | None = None,
     ) -> None:
         self._pool = rows[0].pool
-        self._num_layers = 0
+        self._last_layer = last_layer
+        self.num_layers = 0
         table = torch.tensor([row.blocks for row in rows])
         new = torch.tensor(lengths)
         owners = torch.repeat_interleave(torch.arange(len(rows)), new)
@@ -204,10 +216,12 @@ class ReadAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         """query [R, H, T, D], key and value [R, H_kv, T, D] -> [R, T, H, D]."""
-        memory = self._pool.layer(self._num_layers, key, value)
-        self._num_layers += 1
+        memory = self._pool.layer(self.num_layers, key, value)
+        self.num_layers += 1
         for x, new in zip(memory, (key, value), strict=True):
             x[self._blocks, :, self._columns] = new[self._owners, :, self._offsets].to(x.dtype)
+        if self.num_layers == self._last_layer:
+            raise AllWasRead
         query = query.to(memory[0].dtype)
         if window not in self._masks:
             at = self._starts[:, None] + torch.arange(query.shape[2], device=query.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
 from ..trainer.linear import use_onednn
 from ..trainer.scoring import ScoringModel, is_packed, output_head, pass_arguments
-from .hf_cache import BlockPool, ReadAttention, Row, TokenAttention
+from .hf_cache import AllWasRead, BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Decoder:
         self._pools = [BlockPool() for _ in range(threads.number)]
         self._waiting = BlockPool()
         self._weights_per_layer = _weights_per_layer(model)
+        self._num_layers: int | None = None  # that attend; known once a pass went through all of them
         self._heads = HeadInputs()
 
     @property
@@ -89,7 +90,9 @@ class Decoder:
 
     def beside(self) -> Decoder:
         """Another one of the same model and threads, with a cache of its own."""
-        return Decoder(self.model, self.threads, self.adapters)
+        other = Decoder(self.model, self.threads, self.adapters)
+        other._num_layers = self._num_layers
+        return other
 
     def forget(self) -> int:
         """Give the memory of the cache back; returns its bytes. There are no rows any more."""
@@ -129,7 +132,7 @@ class Decoder:
         for chunk in _chunks(rows, sequences, starts, self._threads_for(num_new)):
             given = [(rows[i], sequences[i], starts[i]) for i in chunk]
             own = [versions[i] for i in chunk] if versions else ()
-            works.append(functools.partial(self._read, given, own))
+            works.append(functools.partial(self._keep, given, own))
         self._run(works)
 
     def copy(self, rows: Sequence[Row]) -> list[Row]:
@@ -166,7 +169,18 @@ class Decoder:
     def _emptiest(self) -> BlockPool:
         return min(self._pools, key=lambda pool: len(pool.rows))
 
-    def _read(self, given: Sequence[tuple[Row, Sequence[int], int]], versions: Versions) -> torch.Tensor:
+    def _keep(self, given: Sequence[tuple[Row, Sequence[int], int]], versions: Versions) -> None:
+        """As `_read`, for the keys and values alone."""
+        with suppress(AllWasRead):
+            self._read(given, versions, last_layer=self._num_layers)
+
+    def _read(
+        self,
+        given: Sequence[tuple[Row, Sequence[int], int]],
+        versions: Versions,
+        *,
+        last_layer: int | None = None,
+    ) -> torch.Tensor:
         """Hidden states [R, T, D] of one pass over what is new in sequences, padded to one length.
 
         `given`: of each, its row, which has room, all of its tokens, and the first one that is new.
@@ -178,8 +192,10 @@ class Decoder:
             row[: len(sequence) - start] = torch.tensor(sequence[start:], dtype=torch.int64)
         # What pads stands at the last position, so that no position is beyond what the model knows.
         at = torch.minimum(torch.arange(tokens.shape[1]), torch.tensor(lengths)[:, None] - 1)
-        attention = ReadAttention(rows, starts, lengths, self.device)
-        return self._pass(tokens, at + torch.tensor(starts)[:, None], attention, versions)
+        attention = ReadAttention(rows, starts, lengths, self.device, last_layer=last_layer)
+        hidden = self._pass(tokens, at + torch.tensor(starts)[:, None], attention, versions)
+        self._num_layers = attention.num_layers
+        return hidden
 
     def step(
         self,
@@ -321,6 +337,7 @@ def _prove(model: ScoringModel, path: str, max_length: int) -> None:
     with short_windows(model.lm, max_length):
         expected = [_at_once(model, s) for s in sequences]
         decoder, scale = Decoder(model, PassThreads(1)), model.transform.scale
+        decoder.free(decoder.prefill([sequences[0][:1]]))  # the layers are known from here on, and reading ends early
         got: list[list[float]] = [[], [], []]
         lengths = [min(4, cut - 1), min(1, cut - 1), 0]
         rows = decoder.prefill([s[:n] for s, n in zip(sequences, lengths, strict=True)])
