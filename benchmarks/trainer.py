@@ -84,9 +84,9 @@ class Batch:
 
 
 def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, median: int, seed: int = 0) -> Batch:
-    """`groups`: prompts of 14-18 tokens, responses of 3-5. `tails`: the same prompts, responses of geometric length that
-    are cut at 4 `median` tokens, which half of them reach. `lognormal`: each sequence has a short prompt of its own and
-    a response of `median` tokens times exp(N(0, 1))."""
+    """`groups`: prompts of 14-18 tokens, responses of 3-5. `tails`: the same prompts, responses of geometric length,
+    half of which are cut at 4 `median` tokens. `lognormal`: each sequence has a short prompt of its own and a response
+    of `median` tokens times exp(N(0, 1))."""
     rng = random.Random(seed)
     prompts, responses = [], []
     for _ in range(num_groups):

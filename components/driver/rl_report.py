@@ -185,7 +185,7 @@ class Reporter:
                 metrics |= limit.step(
                     sequences=batch["train/sequences"] / updates,
                     response_tokens=response_tokens,
-                    trained_tokens=batch["train/tokens_in_pass"] / updates,
+                    trained_tokens=metrics["train/tokens_in_pass"],
                     longest_response_tokens=batch["train/response_tokens/max"],
                     longest_environment_s=batch["train/environment_s/max"],
                     generators=len(self._parts.generators) / num_measured,

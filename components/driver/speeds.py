@@ -41,7 +41,7 @@ async def measure_speeds(
     first_s, per_token_s, trajectories = await _together(config, parts, tasks)
     first_token_s, serial_s_per_token = await _alone(config, parts, tasks)
     batch = _one_pass(config, trajectories)
-    refs, metrics = await _wait(config, parts, parts.buffer.sample_batch.remote(batch, _group_size(config)), "replay")
+    refs = await _wait(config, parts, parts.buffer.sample_batch.remote(batch, _group_size(config)), "replay")
     await turns.trainer()
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, together(calls), "trainer"))[0]
@@ -49,7 +49,7 @@ async def measure_speeds(
     return Speeds(
         generate_s_per_sequence=first_s,
         generate_s_per_token=per_token_s,
-        train_s_per_token=times["forward_backward_s"] / max(1.0, metrics["train/tokens_in_pass"]),
+        train_s_per_token=times["forward_backward_s"] / max(1.0, times["tokens_in_pass"]),
         optim_s=times["optim_s"],
         first_token_s=first_token_s,
         serial_s_per_token=serial_s_per_token,

@@ -423,7 +423,7 @@ class ReplayBufferActor(Watched):
             await self._host.close(ended=ended)
 
     @as_text
-    async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> tuple[list[Any], dict[str, float]]:
+    async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> list[Any]:
         """Rank shares of a batch made from these trajectories, to measure the trainer's speed; nothing is stored."""
         groups = [
             Group.of(trajectories[i : i + group_size], group_id=i, task_id="")
@@ -432,9 +432,8 @@ class ReplayBufferActor(Watched):
         # All in one step, including trajectories without an advantage: speed is measured per token.
         assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_batch=1, buffers=())
 
-        def assembled() -> tuple[list[Any], dict[str, float]]:
-            batch = assembler(0, groups)
-            return [ray.put(share) for share in batch.steps[0]], batch.metrics
+        def assembled() -> list[Any]:
+            return [ray.put(share) for share in assembler(0, groups).steps[0]]
 
         async with self._assembling:
             return await asyncio.to_thread(assembled)

@@ -129,14 +129,13 @@ class Assembler:
             drawn = [buffer.draw(index * self.updates_per_batch + i) for buffer in self.buffers]
             steps.append(self._step(own, of_own, chosen, drawn))
             rollouts.append([_row(own[n], t, of_own[n].readable[t]) for n, t in chosen])
-        in_pass = sum(num_pass_tokens(b) for step in steps for b in step)
         own = parts[: len(groups)]
         return Batch(
             index=index,
             group_ids=[g.group_id for g in every],
             steps=steps,
             metrics=_batch_metrics(groups, own)
-            | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))}
+            | {"train/reused_groups": float(len(reused))}
             | {name: value for buffer in self.buffers for name, value in buffer.metrics().items()},
             rollouts=rollouts,
         )
@@ -240,12 +239,6 @@ def split_evenly(samples: Samples, num_shares: int) -> list[list[int]]:
         if size == 1 or max(loads) * num_shares <= 1.05 * sum(loads):
             return shares
         size = -(-size // 2)
-
-
-def num_pass_tokens(batch: TrainBatch) -> int:
-    """Tokens of a share that go through the model: a prompt that several trajectories share counts once."""
-    prompts = dict(zip(prompt_keys(batch), batch.prompt_lengths.tolist(), strict=True))
-    return sum(prompts.values()) + len(batch.response_tokens)
 
 
 def pass_rate(group: Group) -> float:

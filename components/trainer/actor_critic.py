@@ -89,7 +89,11 @@ class ActorCriticTrainer(Trainer):
         elapsed = time.monotonic() - started
         own = {"train/loss/value": sums[0].item(), **value_metrics(sums[1:]), "step/critic_s": elapsed}
         if self.is_warming_up:
-            return own | {"step/forward_backward_s": 0.0, "train/tokens_per_s": num_tokens / elapsed}
+            return own | {
+                "step/forward_backward_s": 0.0,
+                "train/tokens_per_s": num_tokens / elapsed,
+                "train/tokens_in_pass": self._reduced_tokens_in_pass(),
+            }
         batch = batch.clone(recurse=False)
         batch.advantages = estimates.advantages
         policy = super().forward_backward(batch, proximal_logprobs=proximal_logprobs, logprobs_out=logprobs_out)

@@ -58,9 +58,9 @@ def shard(
     """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
     A CPU rank that is alone is not sharded: its parameters are plain tensors, with `working_copies` in another type.
-    Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32. `compile_layers`: each decoder layer by
-    torch.compile, except its packed attention. `cpu_offload`: master weights, gradients and optimizer live in the CPU's
-    memory, and a layer's weights come to the device while it computes.
+    Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32. `compile_layers`: each
+    decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights, gradients and optimizer
+    live in the CPU's memory, and a layer's weights come to the device while it computes.
     `forward_prefetch`: weights of so many further units are gathered while one computes its forward pass. `units`: see
     `sharding_units`.
     """
@@ -85,8 +85,8 @@ def shard(
             # Microbatches differ only in length: the first two compile one program for all of them. If every size were
             # marked as dynamic, torch would divide every index by the size of a head.
             layer.compile()
-    # A CPU rank that is alone has nothing to gather or to reduce. FSDP would only copy all weights and all gradients, in
-    # every pass.
+    # A CPU rank that is alone has nothing to gather or to reduce. FSDP would only copy all weights and all gradients,
+    # in every pass.
     exchanges = mesh.size() > 1 or mesh.device_type != "cpu"
     is_sharded = exchanges or cpu_offload or units is not None or forward_prefetch > 0
     if is_sharded:

@@ -148,6 +148,7 @@ class Trainer:
         )
         self.policy_version = 0
         self._tokens_of_step: int | None = None
+        self._tokens_in_pass = 0  # of the last passes of this rank
         self._offload: Offload | None = None
 
     @property
@@ -193,6 +194,7 @@ class Trainer:
             **metrics,
             "step/forward_backward_s": elapsed,
             "train/tokens_per_s": num_tokens / elapsed,
+            "train/tokens_in_pass": self._reduced_tokens_in_pass(),
         }
 
     def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -356,7 +358,7 @@ class Trainer:
             self.forward_backward(batch)
             passes.append(self._reduce(torch.tensor([time.monotonic() - started]), dist.ReduceOp.MAX).item())
         self._objective = objective
-        times = {"forward_backward_s": min(passes)}
+        times = {"forward_backward_s": min(passes), "tokens_in_pass": self._reduced_tokens_in_pass()}
         spare = make_optimizer(self._model.parameters(), self._settings.optimizer)
         for group in spare.param_groups:
             group["lr"] = 0.0
@@ -457,9 +459,14 @@ class Trainer:
                 reference_logprobs=reference_logprobs,
                 unit=self._objective.sequences_per_unit,
             )
+        self._tokens_in_pass = sum(microbatch.input_ids.numel() for microbatch in own)
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
         for i in range(num_passes):
             yield (own[i] if i < len(own) else empty_microbatch(packed=self._packing != "padded")).to(self._device)
+
+    def _reduced_tokens_in_pass(self) -> float:
+        """Of all ranks' last passes: what went through the model, padding included (a collective)."""
+        return self._reduce(torch.tensor([float(self._tokens_in_pass)]), dist.ReduceOp.SUM).item()
 
     def _loss(
         self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool = False

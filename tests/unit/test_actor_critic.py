@@ -468,7 +468,7 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
     got = run(together, batches(lambda split: slice(0, split)))
     for one, two in zip(expected, got, strict=True):
         for name in one:
-            if not name.endswith(("_s", "_gib")):
+            if not name.endswith(("_s", "_gib", "tokens_in_pass")):
                 assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
     together.save_state(str(tmp_path / "state"))
     end_group()

@@ -139,7 +139,6 @@ def test_a_step_in_which_nothing_moves_is_an_empty_batch_with_its_counts():
     for share in batch.steps[0]:
         assert (len(share.prompt_lengths), len(share.response_tokens), int(share.num_sequences)) == (0, 0, 2)
     assert batch.metrics["train/zero_advantage_frac"] == 1.0
-    assert batch.metrics["train/tokens_in_pass"] == 0.0
 
 
 @pytest.mark.slow
@@ -183,17 +182,6 @@ def test_trajectories_of_one_prompt_stay_together_where_the_balance_allows_it():
     assert [len(share) for share in shares] == [9, 9]
     # One group for two ranks: half of it each.
     assert [len(share) for share in split_evenly(laid(of_prompts(1, [5, 5, 5, 5])), 2)] == [2, 2]
-
-
-def test_a_shared_prompt_is_counted_once():
-    made = of_prompts(2, [4, 5])
-    groups = [
-        Group.of(
-            group_id=i, task_id="t", trajectories=[dataclasses.replace(t, reward=float(r)) for r, t in enumerate(g)]
-        )
-        for i, g in enumerate([made[:2], made[2:]])
-    ]
-    assert assemble(groups).metrics["train/tokens_in_pass"] == 2 * (3 + 4 + 5)
 
 
 def test_there_may_be_more_ranks_than_trajectories():
@@ -258,7 +246,6 @@ def test_metrics_describe_the_whole_batch_skipped_trajectories_too():
         "train/accuracy/exact_match": 0.75,
         "train/accuracy/tools": 3.0,
         "train/rewards/format": 0.5,
-        "train/tokens_in_pass": 3.0 + 6 + 3 + 8,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 

@@ -173,7 +173,6 @@ def batch_of(reward: float, tokens: float) -> dict[str, float]:
         "train/response_tokens/total": tokens,
         "train/response_tokens/max": 9.0,
         "train/environment_s/max": 0.0,
-        "train/tokens_in_pass": 2 * tokens,
     }
 
 
@@ -185,6 +184,7 @@ def step_metrics(*, wait_s: float, work_s: float, lag: float, **more: float) -> 
         "step/other_s": 0.0,
         "step/total_s": wait_s + work_s,
         "train/policy_lag/max": lag,
+        "train/tokens_in_pass": 100.0,
         **more,
     }
 

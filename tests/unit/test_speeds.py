@@ -72,13 +72,13 @@ def measured(monkeypatch: pytest.MonkeyPatch, config: Config, *, length: int) ->
     collectors = [FakeCollector(length, clock) for _ in range(config.rollout.num_generators)]
     given: dict[str, Any] = {}
 
-    async def sample_batch(batch: list[Trajectory], size: int) -> tuple[list[Any], dict[str, float]]:
+    async def sample_batch(batch: list[Trajectory], size: int) -> list[Any]:
         given["tokens"] = sum(len(t.prompt_tokens) + len(t.response_tokens) for t in batch)
         given["groups"] = len(batch) / size
-        return ["share"] * config.train.num_ranks, {"train/tokens_in_pass": float(given["tokens"])}
+        return ["share"] * config.train.num_ranks
 
     async def measure(_: Any) -> dict[str, float]:
-        return {"forward_backward_s": PASS_S, "optim_s": 0.125}
+        return {"forward_backward_s": PASS_S, "optim_s": 0.125, "tokens_in_pass": float(given["tokens"])}
 
     parts: Any = SimpleNamespace(
         **generators_of(*collectors),

@@ -487,7 +487,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
         got = together.forward_backward(batch_of(trajectories, share=slice(0, split))) | together.optim_step()
         got_manifest, _, got_tensors = published(together)
         for name in metrics:
-            if not name.endswith(("_s", "_gib")):
+            if not name.endswith(("_s", "_gib", "tokens_in_pass")):  # each rank reads the prompts that it has
                 assert got[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
         for name, tensor in tensors.items():
             torch.testing.assert_close(got_tensors[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
@@ -556,3 +556,28 @@ def test_two_copies_of_the_weights_on_four_ranks_take_the_steps_of_one_rank(make
     assert again.load_state(state) == 2
     for name, tensor in published(again)[2].items():
         assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.slow
+def test_tokens_in_pass_are_those_that_the_model_reads(make, model_path):
+    """So that a speed measured at the start holds for batches whose answers are more alike."""
+    first, second, alone = random_trajectories(0, 3)
+    first = dataclasses.replace(first, **tokens_of([1, 2, 3], [5, 6, 7]))
+    second = dataclasses.replace(second, **tokens_of([1, 2, 3], [5, 6, 8]))
+    alone = dataclasses.replace(alone, **tokens_of([9], [4, 4]))
+    batch = batch_of([first, second, alone])
+    for packing, expected in (("shared", 3 + 2 + 1 + 1), ("packed", 5 + 5 + 2), ("padded", 3 * 6)):
+        trainer = make(packing=packing)
+        assert trainer.forward_backward(batch)["train/tokens_in_pass"] == expected, packing
+        assert trainer.measure(batch)["tokens_in_pass"] == expected
+
+
+def tokens_of(prompt, response):
+    size = len(response)
+    return {
+        "prompt_tokens": prompt,
+        "response_tokens": response,
+        "loss_mask": [True] * size,
+        "behavior_logprobs": [-4.0] * size,
+        "policy_versions": [0] * size,
+    }
