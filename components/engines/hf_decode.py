@@ -16,10 +16,11 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
-from ..trainer.linear import use_onednn
+from ..trainer.linear import linear, use_onednn
 from ..trainer.scoring import ScoringModel, is_packed, output_head, pass_arguments
 from .hf_cache import AllWasRead, BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
@@ -82,6 +83,7 @@ class Decoder:
         self._weights_per_layer = _weights_per_layer(model)
         self._num_layers: int | None = None  # that attend; known once a pass went through all of them
         self._heads = HeadInputs()
+        self._converted_head = _ConvertedHead()
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,13 +93,15 @@ class Decoder:
     def beside(self) -> Decoder:
         """Another one of the same model and threads, with a cache of its own."""
         other = Decoder(self.model, self.threads, self.adapters)
-        other._num_layers = self._num_layers
+        # The same head, so that what a canary scores is what generates.
+        other._num_layers, other._converted_head = self._num_layers, self._converted_head
         return other
 
     def forget(self) -> int:
         """Give the memory of the cache back; returns its bytes. There are no rows any more."""
         num_bytes = sum(pool.num_bytes for pool in (*self._pools, self._waiting))
         self._pools, self._waiting = [BlockPool() for _ in self._pools], BlockPool()
+        self._converted_head.forget()
         return num_bytes
 
     def clear(self) -> None:
@@ -279,9 +283,21 @@ class Decoder:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, D] -> [S, V], float32, capped but not yet scaled; see `LogitTransform`."""
-        logits: torch.Tensor = self.model.logits(hidden).float()
+        logits = self._head_logits(hidden).float()
         cap = self.model.transform.cap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `ScoringModel.logits`; a head that computes in another type than its weights is converted once."""
+        dtype, head = self.model.head_dtype, output_head(self.model.lm)
+        if dtype is None or dtype == next(head.parameters()).dtype:
+            return self.model.logits(hidden)
+        assert isinstance(head, nn.Linear), "load_model refuses a head of another kind"
+        return linear(hidden.to(dtype), *self._converted_head.of(head, dtype))
+
+    def weights_change(self) -> None:
+        """To be called before the first pass with others."""
+        self._converted_head.forget()
 
     def _pass(
         self,
@@ -297,6 +313,21 @@ class Decoder:
             adapted = self.adapters.applied(versions, num_rows=num_rows, width=width)
         with adapted:
             return self._heads.taken(functools.partial(self.model.lm, **given))
+
+
+class _ConvertedHead:
+    """Weight and bias of an output head in another type, converted once for all passes under the same weights."""
+
+    def __init__(self) -> None:
+        self._converted: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def of(self, head: nn.Linear, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._converted is None:
+            self._converted = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+        return self._converted
+
+    def forget(self) -> None:
+        self._converted = None
 
 
 def _chunks(

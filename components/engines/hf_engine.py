@@ -385,6 +385,7 @@ class HfEngine:
 
     def _load_staged(self, staged: StagedWeights, in_flight: str) -> None:
         self._released.reclaim()
+        self._decoder.weights_change()
         load(staged, self._tensors)
         self._version = staged.manifest.policy_version
         self._cache_is_old = self._cache_is_old or in_flight != "keep"

@@ -11,7 +11,7 @@ times more in each pass.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,8 @@ class WorkingCopies:
     def put(self) -> None:
         """Into the places of the weights, with what these are now."""
         with torch.no_grad():
-            torch._foreach_copy_(cast(Any, self._copies), cast(Any, self._weights))
+            for copy, weight in zip(self._copies, self._weights, strict=True):
+                copy.copy_(weight)
         self._fill_places(dict(zip(self._weights, self._copies, strict=True)))
         self.are_in_place = True
 
