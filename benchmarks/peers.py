@@ -246,7 +246,7 @@ def overrides(
     bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2, "hf4": 4}[system]
     length = workload.turns * workload.max_tokens + (workload.turns - 1) * 8
     given = [
-        *(f"model.dtype={dtype}", *([] if dtype == DTYPES[0] else ["model.head_dtype=float32"])),
+        *(f"model.dtype={dtype}", f"model.head_dtype={'null' if dtype == DTYPES[0] else 'float32'}"),
         *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
         *(f"output_dir={folder}", "project=peers", f"name={label}", f"rollout.max_response_tokens={length}"),
         *(f"train.steps={steps}", f"train.groups_per_step={workload.groups}", f"optimizer.lr={workload.lr}"),

@@ -13,10 +13,12 @@ from ..config import Config, Hardware, Recipe, Stage, derive
 from .memory import GIB, processes_of
 from .models import ModelShape, shape_of_model
 
-# Floating-point operations per second that small and medium models reach: on one core (measured with 0.9 and with 135
-# million weights), on one GPU (not measured).
+# Floating-point operations per second that small and medium models reach: on one core in float32 (measured with 0.9 and
+# with 135 million weights), on one GPU (not measured).
 TRAINING_FLOPS = {"cpu": 5e10, "cuda": 2e14}
 GENERATION_FLOPS = {"cpu": 5e10, "cuda": 2e13}
+SHORT_TYPES = 2.0
+"""How many times that a core reaches in types of two bytes (measured with bfloat16 and 135 million weights)."""
 # What an engine spends on a token besides, however small the model, and what a step costs however small it is.
 TOKEN_S = {"cpu": 1.25e-4, "cuda": 0.0}
 STEP_S = {"cpu": 0.2, "cuda": 0.0}
@@ -104,13 +106,14 @@ def _step_s(config: Config, recipe: Recipe, shape: ModelShape, *, usual: bool) -
     answers, prompt = sequences * rollout.max_response_tokens * frac, rollout.max_prompt_tokens * frac
 
     new = need.fresh_groups_per_batch / train.groups_per_step
-    per_token_s = 2 * size / (units["generator"] * GENERATION_FLOPS[device])
+    faster = SHORT_TYPES if device == "cpu" and config.model.dtype != "float32" else 1.0
+    per_token_s = 2 * size / (units["generator"] * faster * GENERATION_FLOPS[device])
     engine_s = new * answers * TOKEN_S[device] / need.processes["generator"]
     generating_s = new * (groups * prompt + answers) * per_token_s + engine_s
 
     prompts = (groups if train.packing == "auto" else sequences) * prompt
     trained = (prompts + answers) * (frac if need.skip_zero_advantage else 1.0)
-    training_s = 6 * size * trained / (units["trainer"] * TRAINING_FLOPS[device])
+    training_s = 6 * size * trained / (units["trainer"] * faster * TRAINING_FLOPS[device])
 
     takes_turns = need.lockstep or config.cluster.in_turns
     return STEP_S[device] + (generating_s + training_s if takes_turns else max(generating_s, training_s))

@@ -325,7 +325,11 @@ MEASURED = {  # seconds of a step on two cores, from docs/performance.md and doc
     "short answers in lockstep": (("quickstart", *SHORT, *TURNS), 1.26),
     "long answers": (("quickstart", *LONG, *BOUND_4), 4.83),
     "long answers in lockstep": (("quickstart", *LONG, *TURNS, "staleness.reorder_window=null"), 7.96),
-    "smollm2_135m": (("smollm2_135m", "model.path=./smollm2"), 18.0),
+    "smollm2_135m": (("smollm2_135m", "model.path=./smollm2"), 8.0),
+    "smollm2_135m in float32": (
+        ("smollm2_135m", "model.path=./smollm2", "model.dtype=float32", "model.head_dtype=null"),
+        18.0,
+    ),
 }
 
 

@@ -229,3 +229,22 @@ def test_experts_are_joined_from_their_parts_and_each_part_is_needed(tmp_path: P
     tensors.tensors[tensors.owner[expert]].view(-1)[-1] += 1
     with pytest.raises(WeightSyncError, match=r"after the load, weights differ from those published in .*experts"):
         list(read_back(changed, tensors))
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_reading_ends_where_the_last_layer_has_its_keys_and_values(tmp_path: Path) -> None:
+    """The layer's own result is of no use to anybody. That the numbers are right is for the tests above."""
+    folder = save(tmp_path / "model", "qwen2")
+    with torch.inference_mode(False):
+        options: Any = {"device": torch.device("cpu"), "dtype": torch.float32, "threads": PassThreads(1)}
+        decoder = load_decoder(folder, max_length=64, **options)
+    decoder.free(decoder.prefill([[1]]))  # the first pass says how many layers there are
+    layers = decoder.model.lm.model.layers
+    computed: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_hook(lambda *_, number=number: computed.append(number))
+    decoder.prefill([[3, 5, 7], [4, 6, 8]])
+    assert computed == list(range(len(layers) - 1))
+    decoder.score([[3, 5, 7]])
+    assert computed[-1] == len(layers) - 1
