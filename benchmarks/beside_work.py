@@ -3,9 +3,11 @@
     python benchmarks/beside_work.py --model WARM                             # the quickstart's RL stage, on vLLM
     python benchmarks/beside_work.py --model WARM rollout.engine=null rollout.engine.name=hf     # any overrides
 
-The other work is a busy loop of normal priority on no core of its own, which works for `--window` seconds and rests as
-long. A step counts where it lies wholly. Speed per core left is steps a second over the cores that the loop leaves.
-One JSON line: medians of both, their ratio per core left, and the longest step over the median of its kind.
+The other work is busy loops of normal priority on no cores of their own, each in a session of its own as if somebody
+else had started it, which work for `--window` seconds and rest as long. A step counts where it lies wholly.
+`other_cores`: how many the loops really got, about one where a run wants both of two cores. Speed per core left is steps
+a second over the cores that they left. One JSON line: medians of both, their ratio per core left, and the longest step
+over the median of its kind.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).resolve().parent
 OTHER_WORK = "while True: pass"
 DEADLINE_S = 1200
 
-Window = tuple[float, float, bool]
-"""From when to when, in seconds since the epoch, and whether the other work worked."""
+Window = tuple[float, float, float | None]
+"""From when to when, in seconds since the epoch, and the cores that the other work took, None while it rested."""
 
 
 def main() -> None:
@@ -61,37 +65,41 @@ def run_beside(args: argparse.Namespace, folder: Path) -> list[Window]:
                 run.terminate()
                 raise SystemExit(f"not finished after {DEADLINE_S} s; see {log}")
             started = time.time()
-            other = subprocess.Popen([sys.executable, "-c", OTHER_WORK]) if busy else None
+            loop = [sys.executable, "-c", OTHER_WORK]
+            others = [subprocess.Popen(loop, start_new_session=True) for _ in range(args.loops * busy)]
             try:
                 run.wait(args.window)
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                if other is not None:
+                ended, spent = time.time(), 0.0
+                for other in others:
+                    times = psutil.Process(other.pid).cpu_times()
+                    spent += times.user + times.system
                     other.kill()
                     other.wait()
-            windows.append((started, time.time(), busy))
+            windows.append((started, ended, spent / (ended - started) if busy else None))
             busy = not busy
     if run.returncode not in (0, 1):  # 1: learned nothing, which is not what is asked here
         raise SystemExit(f"the run ended with {run.returncode}; see {log}")
     return windows
 
 
-def summed_up(
-    steps: Sequence[tuple[float, float, float]], windows: Sequence[Window], *, cores: int
-) -> dict[str, Any]:
+def summed_up(steps: Sequence[tuple[float, float, float]], windows: Sequence[Window], *, cores: int) -> dict[str, Any]:
     """`steps`: (end, begin, seconds) of each. Those that lie in no one window count nowhere."""
     kinds: dict[bool, list[float]] = {False: [], True: []}
     for end, begin, seconds in steps:
-        for start, stop, busy in windows:
+        for start, stop, took in windows:
             if start <= begin and end <= stop:
-                kinds[busy].append(seconds)
+                kinds[took is not None].append(seconds)
     quiet, beside = (statistics.median(kinds[busy]) for busy in (False, True))
+    other = statistics.median(took for *_, took in windows if took is not None)
     return {
         "steps": [len(kinds[False]), len(kinds[True])],
         "quiet_s": round(quiet, 3),
         "beside_s": round(beside, 3),
-        "speed_per_core_left": round(quiet * cores / (beside * (cores - 1)), 2),
+        "other_cores": round(other, 2),
+        "speed_per_core_left": round(quiet * cores / (beside * (cores - other)), 2),
         "longest_over_median": [round(max(kinds[busy]) / m, 1) for busy, m in ((False, quiet), (True, beside))],
     }
 
@@ -104,6 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--skip", type=int, default=5, help="steps at the start that do not count")
     parser.add_argument("--window", type=float, default=12.0, help="seconds that the other work works, and rests")
+    parser.add_argument("--loops", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("runs"))
     return parser.parse_args()
 

@@ -1,15 +1,15 @@
-"""What a step costs as a run grows tenfold: groups of a step, tokens of an answer, conversations at a time, steps so far.
+"""What a step costs as a run grows tenfold: groups, tokens of an answer, environments at a time, steps so far.
 
     python benchmarks/growth.py                       # about six minutes on two cores
     python benchmarks/growth.py --parts steps         # bookkeeping alone, to 100,000 steps
     python benchmarks/growth.py --warm FOLDER         # the quickstart's warmed-up model (default: made)
 
-| part | grows | |
-|---|---|---|
-| groups | 16, 160 groups of 8 short answers in a step | the quickstart's model after its warm-up, engine `hf`, a lag of 2 |
-| tokens | answers of up to 24 and 240 tokens, 16 x 8 of them | the same with random weights, whose answers are about as long as they may be |
-| environments | 16, 160 groups in flight, each of whose environments takes 0.5 s | as `groups`, with `slow_env.py` |
-| steps | 10^3, 10^4, 10^5 steps that a run has taken | the driver's own bookkeeping: reports, metrics.jsonl, the watch over learning |
+| part | grows |
+|---|---|
+| groups | 16, 160 groups of 8 short answers in a step: the quickstart's model, warmed up, engine `hf`, a lag of 2 |
+| tokens | answers of up to 24 and 240 tokens, 16 x 8: the same with random weights, whose answers are nearly as long |
+| environments | 16, 160 groups of a step, each of whose environments takes 0.5 s: as `groups`, with `slow_env.py` |
+| steps | 10^3, 10^4, 10^5 that a run has taken: the driver's own reports, metrics.jsonl, the watch over learning |
 
 Runs: seconds and processor seconds of a step, and of each group or token: medians after the first fifth of the steps.
 Bookkeeping: milliseconds of processor for a step, over the last tenth of the steps.
@@ -58,7 +58,7 @@ def one_run(part: str, scale: int, warm: Path, out: Path, steps: int) -> dict[st
     else:
         groups *= scale
     if part == "environments":
-        more = ["env.name=slow_env:SlowSingleTurn", f"env.options={{delay_s: {ENVIRONMENT_S}}}", "env.reward=null"]
+        more = ["env.name=slow_env:SlowSingleTurn", f"env.options={{delay_s: {ENVIRONMENT_S}}}"]
     label = f"{part}-{scale}-{time.time_ns()}"
     options = [
         *("stages.sft=null", "model.init=null", f"model.path={model}", f"output_dir={out}", "project=growth"),

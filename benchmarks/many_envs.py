@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import os
 import statistics
@@ -33,6 +34,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -44,8 +46,8 @@ from leeway.collector.clock import ActivityClock
 from leeway.collector.collector import Collector
 from leeway.collector.engine import EngineSettings
 from leeway.config import load_config
-from leeway.config.algorithm import AlgorithmConfig
 from leeway.config.flow import RolloutConfig
+from leeway.config.sampling import Sampling, Samplings
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.bootstrap import build_model_dir
 from leeway.tasks.prompting import Prompter
@@ -163,11 +165,13 @@ async def timed(work: Callable[[], Awaitable[int]], engine: VllmEngine, num_requ
 
 async def rolled(engine: VllmEngine, prompter: Prompter, tasks: list[Task], in_flight: int, delay_s: float) -> int:
     unused: Any = None
+    weights: Any = SimpleNamespace(one_version=contextlib.nullcontext)  # the engine serves one version, and no other
     collector = Collector(
-        engine=engine, environment=Slow(delay_s), prompter=prompter, weight_sync=unused, clock=ActivityClock(),
+        engine=engine, environment=Slow(delay_s), prompter=prompter, weight_sync=weights, clock=ActivityClock(),
         admit=unused, retried=unused, give_back=unused, fail=unused,
         rollout=RolloutConfig(max_prompt_tokens=64, max_response_tokens=64, max_model_len=128, retries=0),
-        algorithm=AlgorithmConfig(), seed=0, seeded=False, max_in_flight=in_flight,
+        samplings=Samplings(default=Sampling(group_size=1, temperature=1.0), by_taskset={}, shares={}),
+        greedy_baseline=False, seed=0, seeded=False, max_in_flight=in_flight,
     )  # fmt: skip
     trajectories = await collector.rollouts(tasks, temperature=1.0, group_size=1)
     return sum(sum(t.loss_mask) for t in trajectories)

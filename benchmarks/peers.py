@@ -11,6 +11,7 @@
 |---|---|---|
 | short | 64 x 8 of about 5 tokens | the quickstart's model after its warm-up, sums |
 | long | 16 x 8 with a long tail up to 256 tokens | the same with random weights: lengths are geometric, cut |
+| even | 16 x 8 of 180 to 200 tokens | the same: nothing that ends an answer is sampled before |
 | turns | 16 x 8 conversations of 3 turns, 0.5 s of environment after each | the same |
 | smollm2 | 8 x 8 of up to 24 tokens | SmolLM2-135M-Instruct, sums in chat form |
 
@@ -74,11 +75,13 @@ class Workload:
     group_size: int = 8
     turns: int = 1
     environment_s: float = 0.0
+    min_tokens: int = 0
 
 
 WORKLOADS = {
     "short": Workload("warm", 64, 8, "exact_match", 3e-4, 25, learn_steps=80, target=0.70),
     "long": Workload("random", 16, 256, "peer_parts:digits", 1e-6, 12),
+    "even": Workload("random", 16, 200, "peer_parts:digits", 1e-6, 12, min_tokens=180),
     "turns": Workload(
         *("random", 16, peer_parts.TOKENS_PER_TURN, "peer_parts:digits", 1e-6, 12),
         turns=peer_parts.TURNS,
@@ -211,6 +214,7 @@ def one_run(
         spec = {
             **{"model": str(model), "groups": workload.groups, "group_size": workload.group_size, "lr": workload.lr},
             **{"max_tokens": workload.max_tokens, "turns": workload.turns, "environment_s": workload.environment_s},
+            **{"min_tokens": workload.min_tokens},
             **{"steps": steps, "threads": threads, "seed": seed, "eval_every": every, "reward": workload.reward},
             **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY, "dtype": dtype},
         }
@@ -262,6 +266,8 @@ def overrides(
         given += ["stages.sft=null", "model.init=null"]
     if workload.max_tokens > 24:
         given += ["staleness.reorder_window=null"]
+    if workload.min_tokens:
+        given += [f"rollout.min_response_tokens={workload.min_tokens}"]
     if workload.turns > 1:
         given += ["env.name=peer_parts:Talk"]
     else:

@@ -93,7 +93,7 @@ def test_all_are_compared_with_trl_in_its_faster_type(peers: Any) -> None:
 
 
 @pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4"])
-@pytest.mark.parametrize("name", ["short", "long", "turns", "smollm2"])
+@pytest.mark.parametrize("name", ["short", "long", "even", "turns", "smollm2"])
 def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:
     workload = peers.WORKLOADS[name]
     files = {"tasks_file": tmp_path / "tasks.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
