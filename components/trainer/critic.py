@@ -25,7 +25,7 @@ from .offload import Offload
 from .optimizer import Stepper, embedding_ids, make_optimizer
 from .pretrained import ModelRefusedError
 from .scoring import is_packed, pass_arguments
-from .sharding import shard
+from .sharding import reshard, shard
 
 if TYPE_CHECKING:
     from .settings import TrainerSettings
@@ -170,6 +170,7 @@ class Critic:
 
     def optim_step(self, step: int) -> dict[str, float]:
         """One optimizer step, the `step`-th; empty if the critic's own gradient is not finite (`Stepper`)."""
+        reshard(self.model)
         own = self._stepper.step(step)
         return {
             "train/value/grad_norm": own["train/grad_norm"],

@@ -43,7 +43,7 @@ from .reference import load_reference
 from .saver import Saver
 from .scoring import ScoringModel, score_microbatch
 from .settings import TrainerSettings
-from .sharding import make_mesh, shard
+from .sharding import make_mesh, reshard, shard
 from .shards import shard_of
 from .tensors import saved_tensors
 from .vocabulary import check_vocabulary
@@ -260,6 +260,7 @@ class Trainer:
     def optim_step(self) -> dict[str, float]:
         """One optimizer step, empty if the gradient is not finite (`Stepper`); `policy_version` grows by one."""
         started = time.monotonic()
+        reshard(self._model)  # else what a pass without a backward pass computed with would be used again
         metrics = self._stepper.step(self.policy_version)
         self.policy_version += 1
         peak = self._reduce(torch.tensor([peak_memory_gib(self._device)]), dist.ReduceOp.MAX).item()

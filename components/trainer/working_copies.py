@@ -80,16 +80,15 @@ class ComputesWithCopies:
 
     def _with_copies(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         copies = self.copies
-        if copies.are_in_place:  # of a pass whose backward pass is still to come
-            return call(*args, **kwargs)
-        copies.put()
-        out, waits = None, False
+        stay = copies.are_in_place  # for a pass whose backward pass is still to come
+        if not stay:
+            copies.put()
         try:
             out = call(*args, **kwargs)
-            waits = self._wait_for_backward(out)
+            stay |= self._wait_for_backward(out)
             return out
         finally:
-            if not waits:
+            if not stay:
                 copies.take_away()
 
     def _wait_for_backward(self, out: Any) -> bool:

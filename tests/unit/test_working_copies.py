@@ -85,3 +85,14 @@ def test_every_pass_computes_with_the_weights_of_its_time(make):
         for parameter in trainer._model.parameters():
             parameter.mul_(1.25)
     assert not torch.equal(trainer.token_logprobs(batch), before)
+
+
+@pytest.mark.parametrize("sharded", [{}, SHARDED])
+def test_a_step_counts_even_after_a_pass_without_a_backward_pass(make, sharded):
+    trainer = make(dtype="bfloat16", **sharded)
+    batch = batch_of(random_trajectories(1, 6))
+    before = trainer.token_logprobs(batch)
+    trainer.forward_backward(batch)
+    trainer._model(torch.tensor([[1, 2, 3]]), torch.tensor([0]), torch.tensor([2]), 1.0)
+    trainer.optim_step()
+    assert not torch.equal(trainer.token_logprobs(batch), before)
