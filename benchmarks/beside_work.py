@@ -5,9 +5,9 @@
 
 The other work is busy loops of normal priority on no cores of their own, each in a session of its own as if somebody
 else had started it, which work for `--window` seconds and rest as long. A step counts where it lies wholly.
-`other_cores`: how many the loops really got, about one where a run wants both of two cores. Speed per core left is steps
-a second over the cores that they left. One JSON line: medians of both, their ratio per core left, and the longest step
-over the median of its kind.
+`other_cores`: how many the loops really got, about one where a run wants both of two cores. Speed per core left is
+steps a second over the cores that they left. One JSON line: medians of both, their ratio per core left, and the
+longest step over the median of its kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main() -> None:
     args = parse()
     folder = args.out.absolute() / "beside_work" / f"{args.config}-{os.getpid()}"
     windows = run_beside(args, folder)
-    metrics = next(folder.rglob("metrics.jsonl"))
+    of_stage = folder / "stages" / "async_rl" / "metrics.jsonl"
+    metrics = of_stage if of_stage.exists() else folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     ends = [(row["time"], row["step/total_s"]) for row in rows if "step/total_s" in row]
     steps = [(end, end - seconds, seconds) for end, seconds in ends[args.skip :]]
@@ -92,6 +93,11 @@ def summed_up(steps: Sequence[tuple[float, float, float]], windows: Sequence[Win
         for start, stop, took in windows:
             if start <= begin and end <= stop:
                 kinds[took is not None].append(seconds)
+    if not all(kinds.values()):
+        raise SystemExit(
+            f"--window: no step lies wholly within one in which the other work {'works' if kinds[False] else 'rests'}; "
+            "expected several: raise --window or --steps"
+        )
     quiet, beside = (statistics.median(kinds[busy]) for busy in (False, True))
     other = statistics.median(took for *_, took in windows if took is not None)
     return {

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peers import random_weights, watched
+from peers import MARK, random_weights, watched
 from quickstart_runs import HERE, warmed_up
 
 STEPS = (1_000, 10_000, 100_000)
@@ -86,10 +87,6 @@ def one_run(part: str, scale: int, warm: Path, out: Path, steps: int) -> dict[st
 
 
 def environment(label: str) -> dict[str, str]:
-    import os
-
-    from peers import MARK
-
     path = os.pathsep.join([str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, MARK: label, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -11,7 +11,7 @@
 |---|---|---|
 | short | 64 x 8 of about 5 tokens | the quickstart's model after its warm-up, sums |
 | long | 16 x 8 with a long tail up to 256 tokens | the same with random weights: lengths are geometric, cut |
-| even | 16 x 8 of 180 to 200 tokens | the same: nothing that ends an answer is sampled before |
+| even | 16 x 8 of 180 to 200 tokens | the same: nothing ends an answer before; our loss alone knows of that |
 | turns | 16 x 8 conversations of 3 turns, 0.5 s of environment after each | the same |
 | smollm2 | 8 x 8 of up to 24 tokens | SmolLM2-135M-Instruct, sums in chat form |
 

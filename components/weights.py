@@ -125,9 +125,9 @@ LARGEST_VARIES = 3.0
 """How much further than their mean the largest of some hundred gaps may move from version to version. Measured with
 SmolLM2-135M in bfloat16: the mean from 0.056 to 0.062, the largest from 0.20 to 0.66."""
 ONE_TOKEN = 8.0
-"""How many times the type's resolution a token may be off where all others agree. Measured with SmolLM2-135M on the
-engine `hf`, which computes as its trainer does: in some versions one token of ninety was off by 0.105, 13 times the
-resolution of bfloat16, and no other by more than 0.0003."""
+"""Times the type's resolution: what is taken for the largest gap proven where that was less, so that in bfloat16 single
+tokens may be off by 0.375 nats. Measured with SmolLM2-135M on the engine `hf`, which rounds as its trainer does: one
+token of ninety off by 0.105 in some versions, and no other by more than 0.0003."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class Tolerance:
 
     With a `factor` these are ceilings, and the tolerance is calibrated: the mean is held to `factor` times the largest
     mean that was `proven`, that of a load which passed every check, or times `least`, the resolution of the type, if
-    that is more; single tokens likewise, with `LARGEST_VARIES` and `ONE_TOKEN` in addition. Engine and trainer round differently, and
-    each always in the same way: an engine that loads the same weights again has the same gap to the last bit, so a
-    second load says nothing. The first one that is read back, bit for bit, says how far the two are apart on equal
-    weights. Later ones count too, because rounding grows with the logits.
+    that is more; single tokens likewise, with `LARGEST_VARIES` and `ONE_TOKEN` in addition. Engine and trainer round
+    differently, and each always in the same way: an engine that loads the same weights again has the same gap to the
+    last bit, so a second load says nothing. The first one that is read back, bit for bit, says how far the two are
+    apart on equal weights. Later ones count too, because rounding grows with the logits.
     """
 
     largest: float

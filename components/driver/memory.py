@@ -5,8 +5,8 @@
     remedies(config, cluster, fits)      -> which settings would make them fit
 
 P parameters over R trainer ranks: weights, gradients and AdamW's moments take 16 P / R bytes. FSDP gathers a layer (and
-the next one, ahead) in the compute type, and what is outside of layers; a rank that is alone keeps all of it gathered,
-or, on a CPU in float32, computes with its weights as they are (`trainer.sharding`).
+the next one, ahead) in the compute type, and what is outside of layers; a rank that is alone keeps all of it gathered.
+On a CPU that rank has copies of its models in the compute type, or none in float32 (`trainer.sharding`).
 Activations are counted from the matrices of a decoder layer, and the logits as they are tiled (`trainer.scoring`).
 `docs/planning.md` compares these numbers with measured ones.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import Config, Recipe, derive
+from ..config.engines import HfOptions
 from ..config.transports import versions_are_on_gpu
 from .models import ModelShape
 
@@ -134,6 +135,10 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
     layers = shape.num_layers if shards == 1 and not train.cpu_offload else min(2, shape.num_layers)
     unit = layers * shape.layer_parameters + shape.outer_parameters
     device: dict[str, int] = {}
+    if ranks == 1 and not on_gpu and computed < MASTER_BYTES:  # see `trainer.working_copies`
+        for name in ("critic", "reference"):
+            if name in sharded:
+                sharded[name] += computed * P
     if ranks > 1 or on_gpu or computed < MASTER_BYTES:  # offloading is refused on a CPU
         device["gathered weights"] = computed * unit
         device["gathered gradients"] = computed * (trained if lora else shape.layer_parameters + shape.outer_parameters)
@@ -168,6 +173,7 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
 
 def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, follows: bool) -> Process:
     served, on_gpu = _served_bytes(config), config.cluster.device == "cuda"
+    served_type = config.model.dtype
     weights = shape.num_parameters * served
     device = {"weights": weights // ranks}
     main: dict[str, int] = {}
@@ -185,6 +191,8 @@ def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, fo
         if follows and config.rollout.engine_options.loads_ahead and config.model.lora is None:
             device["loaded ahead"] = weights // ranks
         device["KV cache"] = int(config.cluster.kv_cache_gib * GIB) // ranks
+    if isinstance(config.rollout.engine_options, HfOptions) and config.model.head_dtype not in (None, served_type):
+        device["output head, converted"] = MASTER_BYTES * shape.outer_parameters
     return Process(name="engine rank", number=engines * ranks, device=device, main=main)
 
 

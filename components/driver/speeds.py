@@ -77,7 +77,7 @@ def _conditions(config: Config) -> dict[str, Any]:
     dump = {name: own for name, own in config.written().items() if name in ("rollout", "train", "cluster")}
     for how_long in ("steps", "epochs"):
         del dump["train"][how_long]
-    return dump | {"host": platform.node()}
+    return dump | {"host": platform.node(), "trained_tokens": "as the model reads them"}
 
 
 def is_cut(config: Config) -> bool:

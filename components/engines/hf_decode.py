@@ -290,9 +290,11 @@ class Decoder:
     def _head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `ScoringModel.logits`; a head that computes in another type than its weights is converted once."""
         dtype, head = self.model.head_dtype, output_head(self.model.lm)
-        if dtype is None or dtype == next(head.parameters()).dtype:
+        if dtype is None:
             return self.model.logits(hidden)
         assert isinstance(head, nn.Linear), "load_model refuses a head of another kind"
+        if dtype == head.weight.dtype:
+            return self.model.logits(hidden)
         return linear(hidden.to(dtype), *self._converted_head.of(head, dtype))
 
     def weights_change(self) -> None:

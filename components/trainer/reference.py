@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, device: torch.device) -> ScoringModel:
-    """A second, frozen copy of the model at `path`; costs its weights in float32, sharded over all ranks."""
+    """A second, frozen copy of the model at `path`; costs its weights in float32, sharded over all ranks.
+
+    And one copy of them in half precision where `shard` does not shard.
+    """
     found = find_model(
         path,
         attn=settings.model.attn,

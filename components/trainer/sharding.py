@@ -101,7 +101,7 @@ def shard(
             module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + forward_prefetch])  # type: ignore[arg-type]
     fill(model.lm, weights)
     if not is_sharded and policy.param_dtype is not None:
-        use_working_copies(model, policy.param_dtype)
+        use_working_copies(model, policy.param_dtype, layers=decoder_layers(model.lm))
     elif is_sharded and hasattr(model, "plain_logits"):
         register_fsdp_forward_method(model, "plain_logits")
     return model

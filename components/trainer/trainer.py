@@ -353,7 +353,7 @@ class Trainer:
         A temporary optimizer steps with a learning rate of 0: the real one may have been loaded from a checkpoint.
         """
         passes, objective = [], self._objective
-        # The first one warms up allocators, kernels and caches: of a model of 135 million weights it takes twice as long.
+        # The first one warms up allocators, kernels and caches: with 135 million weights it takes twice as long.
         while len(passes) < 2 or (sum(passes) < 3.0 and len(passes) < 10):
             started = time.monotonic()
             self.forward_backward(batch)

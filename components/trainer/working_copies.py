@@ -4,13 +4,14 @@
     backward pass    the gradient of a copy -> added to its weight's, in float32
     after it         the weights are in their places again
 
-FSDP gives the same numbers, but for one rank it also gathers and scatters: it copies all weights and gradients three
-times more in each pass.
+Layers get their inputs in that type, as FSDP gives them. FSDP computes the same numbers, but for one rank it also
+gathers and scatters: it copies all weights and gradients three times more in each pass.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from torch import nn
 
 
 class WorkingCopies:
-    """Of the parameters of `model`, tied ones once. Made when the model has its weights; memory: one copy of them."""
+    """Of the parameters of `model`, tied ones once. Made when the model has its weights; memory: one copy of them.
+
+    What is frozen is copied once: nothing changes it.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -28,32 +32,29 @@ class WorkingCopies:
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.is_floating_point()
         ]
-        self._weights = list(dict.fromkeys(weight for *_, weight in self._places))
-        self._copies = [self._copy_of(weight) for weight in self._weights]
+        self._copies = {weight: self._copy_of(weight) for _, _, weight in self._places}
         self.are_in_place = False
 
+    @torch.no_grad()
     def put(self) -> None:
         """Into the places of the weights, with what these are now."""
-        with torch.no_grad():
-            for copy, weight in zip(self._copies, self._weights, strict=True):
+        for weight, copy in self._copies.items():
+            if weight.requires_grad:
                 copy.copy_(weight)
-        self._fill_places(dict(zip(self._weights, self._copies, strict=True)))
+        for module, name, weight in self._places:
+            module._parameters[name] = self._copies[weight]
         self.are_in_place = True
 
     def take_away(self) -> None:
-        if self.are_in_place:
-            self._fill_places({weight: weight for weight in self._weights})
-            self.are_in_place = False
+        for module, name, weight in self._places if self.are_in_place else ():
+            module._parameters[name] = weight
+        self.are_in_place = False
 
     def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
-        copy = nn.Parameter(torch.empty_like(weight, dtype=self._dtype), weight.requires_grad)
+        copy = nn.Parameter(weight.detach().to(self._dtype), weight.requires_grad)
         if weight.requires_grad:
             copy.register_post_accumulate_grad_hook(functools.partial(_hand_on, weight))
         return copy
-
-    def _fill_places(self, parameters: dict[nn.Parameter, nn.Parameter]) -> None:
-        for module, name, weight in self._places:
-            module._parameters[name] = parameters[weight]
 
 
 def _hand_on(weight: nn.Parameter, copy: torch.Tensor) -> None:
@@ -67,7 +68,8 @@ def _hand_on(weight: nn.Parameter, copy: torch.Tensor) -> None:
 
 class ComputesWithCopies:
     """What `use_working_copies` makes of a model. The copies stay in place until the backward pass of a forward pass
-    has ended, which may compute parts of it again; without gradients, until the forward pass has.
+    has ended, which may compute parts of it again; without gradients, until the forward pass has. Where there was no
+    backward pass, or it failed, `sharding.reshard` takes them away: call it before weights are read or changed.
     """
 
     copies: WorkingCopies
@@ -103,10 +105,27 @@ class ComputesWithCopies:
         engine.queue_callback(self.copies.take_away)
 
 
-def use_working_copies(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have `model`, which has its weights, compute in `dtype`.
+def use_working_copies(model: nn.Module, dtype: torch.dtype, *, layers: Iterable[nn.Module]) -> None:
+    """Have `model`, which has its weights, compute in `dtype`; its `layers` get their inputs in it.
 
     Like FSDP, this changes the model's class: a wrapper would change the names of its weights.
     """
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _in_type(args, dtype), _in_type(kwargs, dtype)
+
     model.__class__ = type(f"Copied{type(model).__name__}", (ComputesWithCopies, type(model)), {})
     model.copies = WorkingCopies(model, dtype)  # type: ignore[assignment]
+    for layer in layers:
+        layer.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _in_type(given: Any, dtype: torch.dtype) -> Any:
+    """The same, with its tensors of numbers in this type."""
+    if isinstance(given, torch.Tensor):
+        return given.to(dtype) if given.is_floating_point() else given
+    if isinstance(given, dict):
+        return {name: _in_type(value, dtype) for name, value in given.items()}
+    if type(given) in (tuple, list):
+        return type(given)(_in_type(value, dtype) for value in given)
+    return given

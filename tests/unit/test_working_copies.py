@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer.sharding import reshard
 from leeway.trainer.working_copies import ComputesWithCopies
 
-from ..trainers import SHARDED, batch_of, gradients, published, random_trajectories
+from ..trainers import (
+    SHARDED,
+    VOCAB,
+    batch_of,
+    gradients,
+    one_rank_trainer,
+    published,
+    random_trajectories,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +55,23 @@ def test_the_numbers_are_those_of_fsdp(make, changes):
     assert not isinstance(fsdp._model, ComputesWithCopies)
     for mine, theirs in zip(steps_of(own), steps_of(fsdp), strict=True):
         assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmo2": {"num_key_value_heads": 2},  # rotary tables in float32
+    "xglm": {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4},  # positions in float32
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_layers_get_their_inputs_in_the_type_that_fsdp_gives_them(kind, group_of_one_rank, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, **(sizes | OTHERS[kind]))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    own, fsdp = (one_rank_trainer(tmp_path, dtype="bfloat16", attn="auto", **more) for more in ({}, SHARDED))
+    for mine, theirs in zip(steps_of(own), steps_of(fsdp), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
