@@ -500,7 +500,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         axis.invert_yaxis()
         axis.set_title(name)
         axis.set_xlabel("seconds a step")
-        axis.margins(x=0.2)
+        axis.margins(x=0.4)
+        axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
 
