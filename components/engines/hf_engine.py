@@ -415,10 +415,11 @@ class HfEngine:
             then=functools.partial(self._drawn, shared),
         )
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[functools.partial[None]]] = {}
         running = list(itertools.chain(*shared))
         for s, draw in zip(running, itertools.chain(*drawn), strict=True):
             s.num_held += 1
-            heard = passed.setdefault(s.request.loop, [])
+            sampled = passed.setdefault(s.request.loop, [])
             if draw is None:
                 continue
             token, logprob, kept = draw
@@ -432,11 +433,14 @@ class HfEngine:
                 s.finish_reason = "stop"
             elif len(s.tokens) >= s.num_wanted:
                 s.finish_reason = "length"
-            heard.append(Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason)))
+            sampled.append(Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason)))
             if s.request.heard is not None:
-                _tell(s.request.loop, s.request.heard, s.index, [token], [logprob], version)
+                heard = functools.partial(s.request.heard, s.index, [token], [logprob], version)
+                news.setdefault(s.request.loop, []).append(heard)
         for loop, sampled in passed.items():
-            _tell(loop, self.progress.passed, time.monotonic(), sampled)
+            news.setdefault(loop, []).append(functools.partial(self.progress.passed, time.monotonic(), sampled))
+        for loop, calls in news.items():
+            _tell(loop, calls)
         ended = [s for s in running if s.finish_reason]
         self._end(ended, may_go_on=True)
         for request in {s.request.id: s.request for s in ended}.values():
@@ -616,12 +620,18 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[..., None], *args: Any) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) -> None:
+    """Have the loop make these calls. It is woken up once: that is a system call."""
     try:
-        loop.call_soon_threadsafe(listener, *args)
+        loop.call_soon_threadsafe(_call_soon, loop, calls)
     except RuntimeError:  # the loop was closed: nobody listens
         if not loop.is_closed():
             raise
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:  # each on its own: one that fails is reported, and the others are made
+        loop.call_soon(call)
 
 
 def _completions(request: _Request) -> list[SampledTokens]:

@@ -119,50 +119,47 @@ class ScoringModel(nn.Module):
         """Hidden states [S, D] -> what `forward` returns."""
         head = output_head(self.lm)
         entropy_gradient = entropy_gradient and torch.is_grad_enabled()
-        is_masked = any(mask is not None for mask in masks)
         many, chunk = self._chunks(hidden.device)
-        if targets is not None and (is_masked or len(hidden) > many):
-            # Tiles along the vocabulary need a head that is nothing but its weights, and their entropy has no gradient.
-            if type(head) is not nn.Linear or is_masked or entropy_gradient:
-                return self._some_at_a_time(hidden, targets, transform, masks, chunk)
+        if targets is None or len(hidden) <= many:
+            return self._at_once(hidden, targets, transform, masks, entropy_gradient)
+        is_masked = any(mask is not None for mask in masks)
+        # Tiles along the vocabulary need a head that is nothing but its weights, and their entropy has no gradient.
+        if type(head) is nn.Linear and not is_masked and not entropy_gradient:
             return token_logprobs(
                 hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk, dtype=self.head_dtype
             )
-        assert not is_masked, "tokens that were drawn"
-        logprobs = torch.log_softmax(transform(self.logits(hidden).float()), dim=-1)
-        if entropy_gradient:
-            entropy = entropy_of(logprobs)
-        else:
-            # A few rows at a time, which stay in a CPU's cache: passes over all at once cost as much as a layer.
-            entropy = torch.cat([entropy_of(part) for part in logprobs.detach().split(_rows_in_cache(logprobs))])
-        if targets is None:
-            return logprobs, entropy
-        # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
-        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
-
-    def _some_at_a_time(
-        self,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        transform: LogitTransform,
-        masks: tuple[torch.Tensor | None, ...],
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies [S] over the tokens that masks leave, both with a gradient.
-
-        All logits of `chunk` tokens at a time, computed again in the backward pass, which keeps hidden states alone.
-        """
-
-        def of(hidden: torch.Tensor, targets: torch.Tensor, *masks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-            return masked_logprobs(transform(self.logits(hidden).float()), targets, *masks)
-
+        # All logits of some tokens at a time, computed again in the backward pass, which keeps hidden states alone.
+        of = functools.partial(checkpoint, self._at_once, use_reentrant=False)
+        if not torch.is_grad_enabled():
+            of = self._at_once
         parts = []
         for start in range(0, len(targets), chunk):
             own = slice(start, start + chunk)
-            given = (hidden[own], targets[own], *(None if mask is None else mask[own] for mask in masks))
-            parts.append(checkpoint(of, *given, use_reentrant=False) if torch.is_grad_enabled() else of(*given))
+            of_own = tuple(None if mask is None else mask[own] for mask in masks)
+            parts.append(of(hidden[own], targets[own], transform, of_own, entropy_gradient))
         logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
         return logprobs, entropy
+
+    def _at_once(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None,
+        transform: LogitTransform,
+        masks: tuple[torch.Tensor | None, ...],
+        entropy_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, with all logits."""
+        logits = transform(self.logits(hidden).float())
+        if targets is None:
+            assert all(mask is None for mask in masks), "tokens that were drawn"
+            scored = logprobs = torch.log_softmax(logits, dim=-1)
+        else:
+            scored, logprobs = masked_logprobs(logits, targets, *masks)
+        if entropy_gradient:
+            return scored, entropy_of(logprobs)
+        # A few rows at a time, which stay in a CPU's cache: passes over all at once cost as much as a layer.
+        parts = logprobs.detach().split(_rows_in_cache(logprobs))
+        return scored, torch.cat([entropy_of(part) for part in parts])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the output head makes of hidden states [..., D]: [..., V], neither capped nor scaled."""
@@ -210,7 +207,8 @@ def score_microbatch(
 def masked_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | None, barred: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [S, V], targets [S], kept [S, W] and barred [S, B] token ids, -1 after them -> (logprobs, entropy [S]).
+    """logits [S, V], targets [S], kept [S, W] and barred [S, B] token ids, -1 after them -> their logprobs [S], and
+    those of the tokens that they were drawn from [S, W or V].
 
     Over what is kept, over all but what is barred, or over all. Nothing kept: nobody drew this token, and its logprob
     is 0.
@@ -222,13 +220,13 @@ def masked_logprobs(
             hidden.scatter_(1, torch.where(barred < 0, size, barred).long(), True)
             logits = logits.masked_fill(hidden[:, :size], float("-inf"))
         logprobs = torch.log_softmax(logits, dim=-1)
-        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy_of(logprobs)
+        # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
+        return logprobs.gather(-1, targets[:, None]).sum(-1), logprobs
     alone = torch.where((kept < 0).all(-1), targets, kept[:, 0])
     kept = torch.cat([alone[:, None], kept[:, 1:]], dim=1).long()
     among = logits.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, float("-inf"))
     logprobs = torch.log_softmax(among, dim=-1)
-    own = torch.where(kept == targets[:, None], logprobs, 0.0).sum(-1)
-    return own, entropy_of(logprobs)
+    return torch.where(kept == targets[:, None], logprobs, 0.0).sum(-1), logprobs
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from leeway.jobs.fit import must_be_equal
 from leeway.samples import laid
 from leeway.sampling_masks import BARRED, KEPT, check_masks, rows_of
 from leeway.train_batch import TrainBatch, batch_trajectories
-from leeway.trainer.scoring import masked_logprobs
+from leeway.trainer.scoring import entropy_of, masked_logprobs
 from leeway.types import Completion, Trajectory
 
 from ..fakes import PROMPTER, Answer, FakeEngine, play_to_the_end
@@ -44,7 +44,8 @@ def test_logprobs_and_entropy_are_those_of_what_was_left() -> None:
     logits = torch.randn(4, 11, requires_grad=True)
     kept = torch.tensor([[3, 5, -1], [0, 1, 2], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32)
     targets = torch.tensor([5, 0, 7, 4])
-    logprobs, entropy = masked_logprobs(logits, targets, kept, None)
+    logprobs, left = masked_logprobs(logits, targets, kept, None)
+    entropy = entropy_of(left)
     for row, (ids, target) in enumerate(zip([[3, 5], [0, 1, 2], [7], [4]], targets.tolist(), strict=True)):
         own = logits[row, ids].log_softmax(-1)
         assert logprobs[row].item() == pytest.approx(own[ids.index(target)].item(), abs=1e-6)
