@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -25,3 +27,45 @@ class TestHf(EngineContract):
 
 def test_it_says_what_each_token_was_drawn_from(served: Served) -> None:
     check_masks(served)
+
+
+def test_a_pass_wakes_its_listeners_up_once(served: Served) -> None:
+    """However many sequences it has: waking up a loop is a system call."""
+    wakes: list[object] = []
+
+    async def generate() -> None:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def counted(*args: Any) -> Any:
+            wakes.append(args)
+            return wake(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "call_soon_threadsafe", counted)
+            await served.engine.generate(
+                [5, 6, 7], n=8, temperature=1.0, max_tokens=12, stop_token_ids=[], heard=lambda *_: None
+            )
+
+    served.run(generate())
+    assert 12 <= len(wakes) < 24
+
+
+def test_a_listener_that_fails_keeps_no_other_one_from_hearing(served: Served) -> None:
+    heard: list[int] = []
+
+    def hear(index: int, *_: object) -> None:
+        if index == 0:
+            raise ValueError("a listener's own mistake")
+        heard.append(index)
+
+    reported: list[dict[str, Any]] = []
+
+    async def generate() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        await served.engine.generate([5, 6, 7], n=3, temperature=1.0, max_tokens=4, stop_token_ids=[], heard=hear)
+        asyncio.get_running_loop().set_exception_handler(None)
+
+    served.run(generate())
+    assert sorted(heard) == [1] * 4 + [2] * 4
+    assert len(reported) == 4, "it is not swallowed"

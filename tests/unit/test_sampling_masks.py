@@ -21,6 +21,7 @@ from leeway.jobs.fit import must_be_equal
 from leeway.samples import laid
 from leeway.sampling_masks import BARRED, KEPT, check_masks, rows_of
 from leeway.train_batch import TrainBatch, batch_trajectories
+from leeway.trainer import scoring
 from leeway.trainer.scoring import entropy_of, masked_logprobs
 from leeway.types import Completion, Trajectory
 
@@ -127,6 +128,21 @@ def test_the_gradient_is_the_same_however_many_logits_exist_at_once(model_path: 
     for name, value in both[0].items():
         assert bool(value.isfinite().all())
         torch.testing.assert_close(both[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_that_all_fit_are_computed_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    head_logits = scoring.head_logits
+
+    def counted(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.append(len(hidden))
+        return head_logits(hidden, *args)
+
+    monkeypatch.setattr(scoring, "head_logits", counted)
+    trajectories = with_kept(random_trajectories(4, 6))
+    trainer = one_rank_trainer(model_path, logprob_chunk_tokens=None, max_tokens_per_microbatch=1000)
+    trainer.forward_backward(batch_of_kept(trajectories))
+    assert len(calls) == 1, "one microbatch, and not again on the way back"
 
 
 # ------------------------------------------------------------------------------------------- from engine to trainer
