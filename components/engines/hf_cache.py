@@ -302,6 +302,8 @@ class TokenAttention:
     ) -> torch.Tensor:
         """query [B, H, 1, D], keys and values [N, H_kv, BLOCK, D], mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
 
+        Scores, their softmax and sums over blocks are in float32, products with values in the type of those.
+
         A row's sum over its blocks is made block by block, in their order: in one product over all of its tokens, how
         sums are parted depends on how many there are.
         """
