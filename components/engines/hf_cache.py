@@ -66,12 +66,13 @@ class BlockPool:
         if index == len(self._layers):
             with self._making:  # prompts are read by several threads
                 if index == len(self._layers):
-                    keys, values = self._made_for(key, _key_dtype(key)), self._made_for(value, _value_dtype(value))
-                    self._layers.append((keys, values))
+                    self._layers.append((self._made_for(key), self._made_for(value)))
         return self._layers[index]
 
-    def _made_for(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # Zeros, because what is masked is multiplied by 0 all the same.
+    def _made_for(self, x: torch.Tensor) -> torch.Tensor:
+        # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever type the model
+        # has: attention is then computed over the blocks as they lie, and rounds nothing to a shorter type.
+        dtype = torch.float32 if x.device.type == "cpu" else x.dtype
         return x.new_zeros(self._room, x.shape[-3], BLOCK, x.shape[-1], dtype=dtype)
 
     def add(self, lengths: Sequence[int]) -> list[Row]:
@@ -226,7 +227,7 @@ class ReadAttention:
             at = self._starts[:, None] + torch.arange(query.shape[2], device=query.device)
             mask = _mask(at, self._table.shape[1] * BLOCK, window, query.dtype)[:, None]
             self._masks[window] = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
-        keys, values = (_in_rows(x, self._table).to(query.dtype) for x in memory)
+        keys, values = (_in_rows(x, self._table) for x in memory)
         return _attention(query, keys, values, self._masks[window], scaling, softcap).to(key.dtype)
 
 
@@ -302,8 +303,6 @@ class TokenAttention:
     ) -> torch.Tensor:
         """query [B, H, 1, D], keys and values [N, H_kv, BLOCK, D], mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
 
-        Scores, their softmax and sums over blocks are in float32, products with values in the type of those.
-
         A row's sum over its blocks is made block by block, in their order: in one product over all of its tokens, how
         sums are parted depends on how many there are.
         """
@@ -316,26 +315,13 @@ class TokenAttention:
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = torch.softmax(scores.add_(mask), dim=-1)
-        weights = weights.to(values.dtype).unflatten(3, (most, BLOCK)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        weights = weights.unflatten(3, (most, BLOCK)).permute(0, 3, 1, 2, 4).flatten(0, 1)
         parts = torch.bmm(weights.index_select(0, self._block_places).flatten(0, 1), used[1])
-        parts = parts.view(self._num_used, -1).float()
+        parts = parts.view(self._num_used, -1)
         out = parts.index_select(0, self._table[:, 0])
         for number, count in enumerate(self._has_more[1:], start=1):
             out[:count] += parts.index_select(0, self._table[:count, number])
         return out.view(num_rows, 1, -1, values.shape[-1])
-
-
-def _key_dtype(key: torch.Tensor) -> torch.dtype:
-    """On a CPU float32, whatever type the model has: a product of blocks would round scores to the type of its keys."""
-    return torch.float32 if key.device.type == "cpu" else key.dtype
-
-
-def _value_dtype(value: torch.Tensor) -> torch.dtype:
-    """The model's own: weights are between 0 and 1, and what comes of them gets that type anyway.
-
-    A CPU multiplies bfloat16 as fast as it reads it, but not float16.
-    """
-    return torch.float32 if value.device.type == "cpu" and value.dtype == torch.float16 else value.dtype
 
 
 def _mask(positions: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
