@@ -129,14 +129,13 @@ class ScoringModel(nn.Module):
                 hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk, dtype=self.head_dtype
             )
         # All logits of some tokens at a time, computed again in the backward pass, which keeps hidden states alone.
-        of = functools.partial(checkpoint, self._at_once, use_reentrant=False)
-        if not torch.is_grad_enabled():
-            of = self._at_once
+        again = functools.partial(checkpoint, self._at_once, use_reentrant=False)
+        score = again if torch.is_grad_enabled() else self._at_once
         parts = []
         for start in range(0, len(targets), chunk):
             own = slice(start, start + chunk)
-            of_own = tuple(None if mask is None else mask[own] for mask in masks)
-            parts.append(of(hidden[own], targets[own], transform, of_own, entropy_gradient))
+            own_masks = tuple(None if mask is None else mask[own] for mask in masks)
+            parts.append(score(hidden[own], targets[own], transform, own_masks, entropy_gradient))
         logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
         return logprobs, entropy
 
@@ -148,7 +147,7 @@ class ScoringModel(nn.Module):
         masks: tuple[torch.Tensor | None, ...],
         entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, with all logits."""
+        """What `_scored` returns, from all logits at a time."""
         logits = transform(self.logits(hidden).float())
         if targets is None:
             assert all(mask is None for mask in masks), "tokens that were drawn"
