@@ -3,7 +3,7 @@
     python benchmarks/peers.py --workloads short --pairs 2              # seconds per step
     python benchmarks/peers.py --workloads short --learn --pairs 3      # seconds to a held-out accuracy
     python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
-    python benchmarks/peers.py --workloads long --dtypes float32 bfloat16
+    python benchmarks/peers.py --workloads long --systems trl:float32 hf4:bfloat16 --pairs 5
     python benchmarks/peers.py --show                                   # the table of all that was measured
     python benchmarks/peers.py --picture peers.png
 
@@ -47,6 +47,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> No
     model = model_of(workload, args, out)
     files = task_files(workload, name, model, out)
     for number in range(args.pairs):
-        for system, dtype in itertools.product(args.systems, args.dtypes):
+        for system, dtype in in_turns(args.systems, args.dtypes):
             label = f"{name}-{system}-{dtype}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
             row = {"workload": name, "system": system, "dtype": dtype, "learn": args.learn} | one_run(
                 *(label, system, workload, model, files, out / "runs"),
@@ -126,6 +127,15 @@ def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> No
             print(json.dumps(row), flush=True)
             kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
             results.write_text(json.dumps([*kept, row], indent=1), encoding="utf-8")
+
+
+def in_turns(systems: Sequence[str], dtypes: Sequence[str]) -> list[tuple[str, str]]:
+    """The runs of a round, (system, type): `SYSTEM` in each of the types, `SYSTEM:TYPE` in that one."""
+    runs = []
+    for named in systems:
+        system, _, own = named.partition(":")
+        runs += [(system, dtype) for dtype in ([own] if own else dtypes)]
+    return runs
 
 
 # --------------------------------------------------------------------------------------------- models and tasks
@@ -509,13 +519,14 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    named = [*SYSTEMS, *(f"{system}:{dtype}" for system in SYSTEMS for dtype in DTYPES)]
+    known = f"{', '.join(SYSTEMS)}; SYSTEM:TYPE runs in that type alone"
+    parser.add_argument("--systems", nargs="+", choices=named, default=list(SYSTEMS), metavar="SYSTEM", help=known)
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
     parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=[DTYPES[0]], help="in which trainers and our engines compute"
-    )
+    types = "in which trainers and our engines compute, of systems that name none"
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[DTYPES[0]], help=types)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")
     parser.add_argument("--model", type=Path, help="workload smollm2: folder of SmolLM2-135M-Instruct")
     parser.add_argument("--warm", type=Path, help="the quickstart's warmed-up model (default: made by its sft stage)")

@@ -3,14 +3,18 @@
 It takes seconds at the start of a run, however long its answers and large its batches: answers are cut after
 `PROBE_TOKENS` tokens, and the trainer gets one microbatch. The duration of a whole step is computed from these. A
 resumed run reuses the measurements of its first part.
+
+Each measurement has tasks of its own, as the run has: an engine that keeps prompts in its cache would not read one that
+it has just read.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,11 +39,12 @@ async def measure_speeds(
 ) -> Speeds:
     """Roll out enough groups to fill the engines; one group alone, and its first tokens; then a training step.
 
-    The shortest of several times counts. Nothing is learned: the trainer steps a temporary optimizer with a learning
+    The fastest of several counts. Nothing is learned: the trainer steps a temporary optimizer with a learning
     rate of 0.
     """
-    first_s, per_token_s, trajectories = await _together(config, parts, tasks)
-    first_token_s, serial_s_per_token = await _alone(config, parts, tasks)
+    fresh = itertools.cycle(tasks)
+    first_s, per_token_s, trajectories = await _together(config, parts, fresh)
+    first_token_s, serial_s_per_token = await _alone(config, parts, fresh)
     batch = _one_pass(config, trajectories)
     refs = await _wait(config, parts, parts.buffer.sample_batch.remote(batch, _group_size(config)), "replay")
     await turns.trainer()
@@ -90,7 +95,7 @@ def _group_size(config: Config) -> int:
     return max(1, round(config.samplings.mean_group_size))
 
 
-async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float, list[Trajectory]]:
+async def _together(config: Config, parts: Parts, fresh: Iterator[Task]) -> tuple[float, float, list[Trajectory]]:
     """(seconds per sequence until its first token, per further token, trajectories), of all engines, kept full.
 
     Short answers are whole, and enough of them that some end while others begin: then both are the mean of all tokens.
@@ -99,27 +104,25 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
     if is_cut(config):  # all have the same length: one wave stays full to its end
         room = config.rollout.engine_options.places
         count = min(count, config.rollout.num_generators * -(-room // _group_size(config)))
-    chosen = [tasks[i % len(tasks)] for i in range(count)]
-    whole_s, trajectories = await _shortest(config, parts, chosen, call_limit=PROBE_TOKENS)
+    whole_s, trajectories = await _fastest(config, parts, fresh, count, call_limit=PROBE_TOKENS)
     if not trajectories:
         raise _all_failed()
-    tokens = sum(len(t.response_tokens) for t in trajectories)
+    tokens = _num_tokens(trajectories)
     if not is_cut(config):
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
-    first_s, firsts = await _shortest(config, parts, chosen, call_limit=1)
-    further = tokens - sum(len(t.response_tokens) for t in firsts)
+    first_s, firsts = await _fastest(config, parts, fresh, count, call_limit=1)
+    further = tokens - _num_tokens(firsts)
     if further < len(trajectories):  # an environment's own words, or a first token that ends most answers
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
     return first_s / max(1, len(firsts)), max(0.0, whole_s - first_s) / further, trajectories
 
 
-async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float]:
+async def _alone(config: Config, parts: Parts, fresh: Iterator[Task]) -> tuple[float, float]:
     """(seconds in the engine until a group on its own has its first tokens, seconds per further token)."""
     begun, first_token_s, per_token = time.monotonic(), float("inf"), []
-    for i in range(_MAX_REPEATS):
-        task = [tasks[i % len(tasks)]]
-        first_s, firsts = await _timed_rollouts(config, parts, task, call_limit=1)
-        whole_s, group = await _timed_rollouts(config, parts, task, call_limit=PROBE_TOKENS)
+    for _ in range(_MAX_REPEATS):
+        first_s, firsts = await _timed_rollouts(config, parts, [next(fresh)], call_limit=1)
+        whole_s, group = await _timed_rollouts(config, parts, [next(fresh)], call_limit=PROBE_TOKENS)
         if firsts and group:  # a failed task is no measurement
             first_token_s = min(first_token_s, first_s)
             if (further := _longest(group) - _longest(firsts)) > 0:
@@ -154,17 +157,21 @@ def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajec
     return batch
 
 
-async def _shortest(
-    config: Config, parts: Parts, tasks: Sequence[Task], *, call_limit: int
+async def _fastest(
+    config: Config, parts: Parts, fresh: Iterator[Task], count: int, *, call_limit: int
 ) -> tuple[float, list[Trajectory]]:
-    """The shortest time of several, and the last trajectories."""
-    begun, seconds, trajectories = time.monotonic(), float("inf"), []
+    """(seconds, trajectories) of the one with the least seconds per token, of several with `count` groups each."""
+    begun, found = time.monotonic(), []
     for _ in range(_REPEATS):
-        took_s, trajectories = await _timed_rollouts(config, parts, tasks, call_limit=call_limit)
-        seconds = min(seconds, took_s)
+        tasks = list(itertools.islice(fresh, count))
+        found.append(await _timed_rollouts(config, parts, tasks, call_limit=call_limit))
         if time.monotonic() - begun > BUDGET_S:
             break
-    return seconds, trajectories
+    return min(found, key=lambda measured: measured[0] / max(1, _num_tokens(measured[1])))
+
+
+def _num_tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(len(t.response_tokens) for t in trajectories)
 
 
 async def _timed_rollouts(

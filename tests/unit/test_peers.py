@@ -114,6 +114,12 @@ def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system
     assert (config.cluster.placement == "turns") == system.startswith("lockstep")
 
 
+def test_a_round_has_each_system_in_its_own_type_or_in_all(peers: Any) -> None:
+    assert peers.in_turns(["trl:float32", "hf4"], ["float32", "bfloat16"]) == [
+        *[("trl", "float32"), ("hf4", "float32"), ("hf4", "bfloat16")],
+    ]
+
+
 def test_each_line_that_a_run_writes_is_read_once(peers: Any, tmp_path: Path) -> None:
     lines = tmp_path / "steps.jsonl"
     written = peers.Written(lines)

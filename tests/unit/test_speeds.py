@@ -42,10 +42,13 @@ class FakeCollector:
 
     fails: str | None = None
     said_between = 0
+    keeps_prompts = False
 
     def __init__(self, length: int, clock: SimpleNamespace) -> None:
         self.length, self.clock, self.generated_s = length, clock, 0.0
         self.asked: list[tuple[int, int]] = []
+        self.read: set[str] = set()
+        self.failed: list[str] = []
         self.rollouts = SimpleNamespace(remote=self._rollouts)
         self.generating_s = SimpleNamespace(remote=self._generating_s)
 
@@ -54,10 +57,13 @@ class FakeCollector:
     ) -> list[Trajectory]:
         assert all_may_fail
         if self.fails is not None and [t.task_id for t in tasks] == [self.fails]:
+            self.failed.append(self.fails)
             return []
         tokens = min(self.length, limit)
         self.asked.append((len(tasks), limit))
-        seconds = len(tasks) * size * (PREFILL_S + (tokens - 1) * TOKEN_S)
+        known = self.read.intersection(t.task_id for t in tasks) if self.keeps_prompts else ()
+        seconds = size * ((len(tasks) - len(known)) * PREFILL_S + len(tasks) * (tokens - 1) * TOKEN_S)
+        self.read.update(t.task_id for t in tasks)
         self.generated_s += seconds
         self.clock.now += 100.0  # the environment thinks
         return [trajectory(tokens + self.said_between) for _ in tasks for _ in range(size)]
@@ -86,7 +92,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, config: Config, *, length: int) ->
         trainers=[SimpleNamespace(measure=SimpleNamespace(remote=measure))] * config.train.num_ranks,
         supervisor=Supervisor(),
     )
-    tasks = [Task(task_id=str(i), prompt=[]) for i in range(50)]
+    tasks = [Task(task_id=str(i), prompt=[]) for i in range(2000)]
     turns = Turns(config, parts, sent=lambda: asyncio.sleep(0))
     return asyncio.run(measure_speeds(config, parts, tasks, turns, weight_sync_s=0.75)), collectors, given
 
@@ -147,6 +153,14 @@ def test_answers_that_all_end_with_their_first_token_have_no_speed_of_further_on
     assert speeds.serial_s_per_token == 0.0
 
 
+@pytest.mark.parametrize("answers", [8, 4096])
+def test_a_prompt_that_an_engine_still_has_is_not_measured(monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
+    """A run's prompts are new to its engine."""
+    speeds, _, _ = measured(monkeypatch, settings(answers=answers), length=answers)
+    monkeypatch.setattr(FakeCollector, "keeps_prompts", True)
+    assert measured(monkeypatch, settings(answers=answers), length=answers)[0] == speeds
+
+
 def test_a_model_that_answers_with_nothing_but_failures_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCollector, "_rollouts", lambda *_: asyncio.sleep(0, []))
     with pytest.raises(PartFailed, match="generators: every rollout failed"):
@@ -154,8 +168,11 @@ def test_a_model_that_answers_with_nothing_but_failures_ends_by_name(monkeypatch
 
 
 def test_a_task_that_fails_says_nothing_about_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeCollector, "fails", "0")  # the first one that is asked alone
-    speeds, _, _ = measured(monkeypatch, settings(), length=5)
+    config = settings()
+    first_alone = str(2 * config.train.groups_per_step)
+    monkeypatch.setattr(FakeCollector, "fails", first_alone)
+    speeds, (collector,), _ = measured(monkeypatch, config, length=5)
+    assert collector.failed == [first_alone]
     assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
 
 
