@@ -110,22 +110,22 @@ class BlockPool:
         new[:num_used] = old[:num_used]
         return new
 
-    def copy(self, sources: Sequence[Row]) -> list[Row]:
-        """New rows with what these hold, which may lie in other pools."""
-        copies = {id(source): [] for source in sources}
+    def copy(self, sources: Sequence[Row], lengths: Sequence[int] | None = None) -> list[Row]:
+        """New rows with what these hold, or with so many of their tokens. They may lie in other pools."""
+        if lengths is None:
+            lengths = [len(source.blocks) * BLOCK for source in sources]
+        rows = [Row(self) for _ in sources]
         for pool in dict.fromkeys(source.pool for source in sources):
-            own = [source for source in sources if source.pool is pool]
-            rows = [Row(self) for _ in own]
-            first = self._added(rows, [len(source.blocks) * BLOCK for source in own])
-            blocks = torch.tensor([block for source in own for block in source.blocks], dtype=torch.int64)
+            own = [i for i, source in enumerate(sources) if source.pool is pool]
+            first = self._added([rows[i] for i in own], [lengths[i] for i in own])
+            copied = [block for i in own for block in sources[i].blocks[: num_blocks(lengths[i])]]
+            blocks = torch.tensor(copied, dtype=torch.int64)
             for index, layer in enumerate(pool._layers):
                 for x, source in zip(self.layer(index, *layer), layer, strict=True):
                     old = source[:first] if pool is self else source
                     torch.index_select(old, 0, blocks.to(x.device), out=x[first : self.num_used])
-            self.rows.update(rows)
-            for source, row in zip(own, rows, strict=True):
-                copies[id(source)].append(row)
-        return [copies[id(source)].pop() for source in sources]
+        self.rows.update(rows)
+        return rows
 
     def take(self, rows: Sequence[Row]) -> None:
         """Have these rows, which lie in other pools, here instead."""

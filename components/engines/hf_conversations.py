@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from .hf_cache import Row
 
 Turn = tuple[int, int]
-"""How many tokens a conversation had when an answer began, and when it ended."""
+"""How many tokens a conversation had when an answer began, and when it ended: twice the same where a part ends that
+was read.
+"""
 MOST_TOKENS = 2**24
 """That conversations are remembered with, four bytes each, whether their keys and values are there or not. One that had
 to be forgotten is read as a whole.

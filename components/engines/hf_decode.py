@@ -22,7 +22,7 @@ from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
 from ..trainer.linear import linear, use_onednn
 from ..trainer.scoring import ScoringModel, is_packed, output_head, pass_arguments
-from .hf_cache import AllWasRead, BlockPool, ReadAttention, Row, TokenAttention
+from .hf_cache import BLOCK, AllWasRead, BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
 
 if TYPE_CHECKING:
@@ -139,16 +139,21 @@ class Decoder:
             works.append(functools.partial(self._keep, given, own))
         self._run(works)
 
-    def copy(self, rows: Sequence[Row]) -> list[Row]:
-        """New rows with what these hold."""
+    def copy(self, rows: Sequence[Row], lengths: Sequence[int] | None = None) -> list[Row]:
+        """New rows with what these hold, or with so many of their tokens; what comes after those is to be read."""
+        if lengths is None:
+            lengths = [len(row.blocks) * BLOCK for row in rows]
         numbers = [len(pool.rows) for pool in self._pools]
-        sources: list[list[Row]] = [[] for _ in self._pools]
+        sources: list[list[tuple[Row, int]]] = [[] for _ in self._pools]
         places = []
-        for row in rows:
+        for given in zip(rows, lengths, strict=True):
             places.append(emptiest := numbers.index(min(numbers)))
-            sources[emptiest].append(row)
+            sources[emptiest].append(given)
             numbers[emptiest] += 1
-        copies = [iter(pool.copy(own)) for pool, own in zip(self._pools, sources, strict=True)]
+        copies = [
+            iter(pool.copy([row for row, _ in own], [length for _, length in own]))
+            for pool, own in zip(self._pools, sources, strict=True)
+        ]
         return [next(copies[i]) for i in places]
 
     def free(self, rows: Sequence[Row]) -> None:

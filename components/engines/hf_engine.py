@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ from ..failures import Refused
 from ..transports.shared_memory import mapped
 from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
+from .hf_beginnings import LEAST_TOKENS, Beginnings
 from .hf_cache import BLOCK, Row, num_blocks
 from .hf_conversations import Conversation, Conversations, Turn
 from .hf_decode import Decoder, load_decoder
@@ -132,6 +133,7 @@ class HfEngine:
         try:
             self._decoder, self._tensors, self.cache_tokens = ready.result()
             self._adapters = self._decoder.adapters
+            self._beginnings = Beginnings(self.cache_tokens // BLOCK // 16)
         except BaseException:
             self._commands.put(self._close)
             raise
@@ -352,7 +354,7 @@ class HfEngine:
         for request in left.values():
             self._abort(request)
             _answer(request.answer, functools.partial(_raise, RuntimeError(f"version {version} was dropped")))
-        self._decoder.free(self._conversations.drop(version))
+        self._decoder.free([*self._conversations.drop(version), *self._beginnings.drop(version)])
         self._adapters.drop(version)
 
     def _pause(self, drain: bool) -> Future[None]:
@@ -376,6 +378,7 @@ class HfEngine:
     def _release(self) -> int:
         cache_bytes = self._decoder.forget()
         self._conversations = Conversations()
+        self._beginnings.clear()
         self._cache_is_old = True
         if self._settings.sleep_level == 2:
             self._released.release(self._decoder.model.parameters())
@@ -391,7 +394,7 @@ class HfEngine:
         self._cache_is_old = self._cache_is_old or in_flight != "keep"
         for s in self._running:
             s.is_mixed = not self._cache_is_old
-        self._decoder.free(self._conversations.drop(None))
+        self._decoder.free([*self._conversations.drop(None), *self._beginnings.drop(None)])
         self._drained, self._paused = None, False
         for request in self._held:
             self._waiting.extend(request.sequences)
@@ -400,12 +403,16 @@ class HfEngine:
     def _pass(self) -> None:
         if self._cache_is_old:
             self._decoder.clear()
+            self._beginnings.clear()
             for s in self._running:
-                s.row, s.num_held, s.begin, s.turns = None, 0, len(s.tokens), []
+                # The prompt is a part of its own: the answers to it have it alike.
+                asked = len(s.request.prompt)
+                s.turns = [(asked, asked)] if len(s.tokens) > asked else []
+                s.row, s.num_held, s.begin = None, 0, len(s.tokens)
             self._cache_is_old = False
         self._admit()
         self._read()
-        shared = self._parted()
+        shared = self._parted(lambda s: s.tokens[s.num_held])
         firsts = [own[0] for own in shared]
         drawn = self._decoder.step(
             _rows(firsts),
@@ -451,7 +458,7 @@ class HfEngine:
     def _admit(self) -> None:
         """Begin what waits, in order, while there are places, and memory for all that it may become."""
         begun: list[_Sequence] = []
-        held = sum(num_blocks(s.num_wanted) for s in self._running)
+        held = self._beginnings.num_blocks + sum(num_blocks(s.num_wanted) for s in self._running)
         while self._waiting and (num_rows := len(self._running) + len(begun)) < self.places:
             held += num_blocks(self._waiting[0].num_wanted)
             if num_rows and held * BLOCK > self.cache_tokens:
@@ -481,32 +488,78 @@ class HfEngine:
         self._decoder.free(self._conversations.make_room(room))
 
     def _read(self) -> None:
-        """All that is to be read before the next pass, which reads one token of each sequence."""
-        reading = [s for s in self._running if s.row is not None and s.num_held < s.read_end]
-        new: dict[object, list[_Sequence]] = {}
+        """All that is to be read before the next pass, which reads one token of each sequence.
+
+        What several have alike up to the end of a part is read once, and so is what prompts begin with.
+        """
+        waiting = self._begin(may_wait=True)
+        while waiting or any(s.num_held < s.read_end for s in self._running):
+            shared = self._parted(lambda s: tuple(s.tokens[s.num_held : s.read_end]))
+            reading = [own for own in shared if own[0].num_held < own[0].read_end]
+            firsts = [own[0] for own in reading]
+            starts, ends = [s.num_held for s in firsts], [s.read_end for s in firsts]
+            self._decoder.read(
+                _rows(firsts),
+                [s.tokens[:end] for s, end in zip(firsts, ends, strict=True)],
+                starts,
+                [s.request.version for s in firsts],
+            )
+            for own, end in zip(reading, ends, strict=True):
+                for s in own:
+                    s.num_held = end
+            self._keep_beginnings(firsts, starts)
+            waiting = waiting and self._begin(may_wait=False)
+
+    def _begin(self, *, may_wait: bool) -> bool:
+        """Rows for the sequences that have none, with what they begin with if it is there.
+
+        Of several that it is not there for, and that may begin alike, all but one may have to wait until that one was
+        read. Returns whether some do.
+        """
+        new: dict[tuple[int | None, tuple[int, ...]], list[_Sequence]] = {}
         for s in self._running:
-            if s.row is None:  # one with turns is read in parts, as it was computed
-                new.setdefault(id(s) if s.turns else (s.request.version, tuple(s.tokens)), []).append(s)
-        for same, row in zip(new.values(), self._decoder.rows(len(new)), strict=True):
+            if s.row is None:
+                new.setdefault((s.request.version, tuple(s.tokens[: s.read_end])), []).append(s)
+        alike, empty, waiting = set(), [], False
+        going_on: list[tuple[list[_Sequence], Row, int]] = []
+        for (version, tokens), same in new.items():
+            source, num_same = self._beginnings.longest(tokens, version)
+            first = version, tokens[:LEAST_TOKENS]
+            if source is not None:
+                going_on.append((same, source, num_same))
+            elif may_wait and first in alike:
+                waiting = True
+            else:
+                empty.append(same)
+                if self._beginnings.wanted(len(tokens), 0):
+                    alike.add(first)
+        sources, lengths = [source for _, source, _ in going_on], [num_same for _, _, num_same in going_on]
+        copies = self._decoder.copy(sources, lengths)
+        for (same, _, num_same), row in zip(going_on, copies, strict=True):
+            for s in same:
+                s.row, s.num_held = row, num_same
+        for same, row in zip(empty, self._decoder.rows(len(empty)), strict=True):
             for s in same:
                 s.row = row
-            reading.append(same[0])
-        if not reading:
-            return
-        self._decoder.read(
-            _rows(reading),
-            [s.tokens[: s.read_end] for s in reading],
-            [s.num_held for s in reading],
-            [s.request.version for s in reading],
-        )
-        for s in itertools.chain(reading, *new.values()):
-            s.num_held = s.read_end
+        return waiting
 
-    def _parted(self) -> list[list[_Sequence]]:
-        """The running sequences by their rows, after those whose next tokens differ have got rows of their own."""
-        by_row: dict[Row | None, dict[int, list[_Sequence]]] = {}
+    def _keep_beginnings(self, sequences: Sequence[_Sequence], starts: Sequence[int]) -> None:
+        """Of the prompts that were read from `starts` on."""
+        wanted = [
+            (s, kept)
+            for s, start in zip(sequences, starts, strict=True)
+            if (kept := self._beginnings.wanted(min(s.num_held, len(s.request.prompt)), start))
+        ]
+        copies = self._decoder.copy(_rows(s for s, _ in wanted), [kept for _, kept in wanted])
+        for (s, kept), row in zip(wanted, copies, strict=True):
+            self._decoder.free(self._beginnings.keep(s.tokens[:kept], s.request.version, row))
+
+    def _parted(self, coming: Callable[[_Sequence], Hashable]) -> list[list[_Sequence]]:
+        """The running sequences by their rows, after those for whom something else is coming have got their own."""
+        by_row: dict[Row, dict[Hashable, list[_Sequence]]] = {}
         for s in self._running:
-            by_row.setdefault(s.row, {}).setdefault(s.tokens[s.num_held], []).append(s)
+            if s.row is not None:
+                by_row.setdefault(s.row, {}).setdefault(coming(s), []).append(s)
         parting = [same for parts in by_row.values() for same in list(parts.values())[1:]]
         for same, row in zip(parting, self._decoder.copy(_rows(part[0] for part in parting)), strict=True):
             for s in same:

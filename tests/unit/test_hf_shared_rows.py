@@ -23,24 +23,34 @@ STOP = [2, 3, 8]
 
 
 class Counted:
-    """An engine that counts rows, over all passes. Requests that are made at once are in its first pass together."""
+    """An engine that counts rows, over all passes, and tokens that are read.
+
+    Requests that are made at once are in its first pass together.
+    """
 
     def __init__(self, folder: str) -> None:
         self.engine = HfEngine(settings_of(folder, max_model_len=128))
         self.rows: list[int] = []
+        self.read: list[int] = []
         self.at_pass: dict[int, Callable[[], None]] = {}
-        step, one_pass = self.engine._decoder.step, self.engine._pass
+        step, read, one_pass = self.engine._decoder.step, self.engine._decoder.read, self.engine._pass
 
         def counted(rows: Any, *others: Any, **more: Any) -> Any:
             assert len(set(map(id, rows))) == len(rows)
             self.rows.append(len(rows))
             return step(rows, *others, **more)
 
+        def counted_read(rows: Any, sequences: Sequence[Sequence[int]], starts: Sequence[int], *others: Any) -> None:
+            assert len(set(map(id, rows))) == len(rows)
+            self.read.append(sum(map(len, sequences)) - sum(starts))
+            read(rows, sequences, starts, *others)
+
         def noted() -> None:
             self.at_pass.pop(len(self.rows), lambda: None)()
             one_pass()
 
         self.engine._decoder.step = counted  # type: ignore[method-assign]
+        self.engine._decoder.read = counted_read  # type: ignore[method-assign]
         self.engine._pass = noted  # type: ignore[method-assign]
 
     async def asked(
@@ -51,6 +61,7 @@ class Counted:
 
     async def _together(self, asked: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         self.rows.clear()
+        self.read.clear()
         still = await self.engine._call(lambda: self.engine._pause(False))
         await asyncio.wrap_future(still)
         tasks = [asyncio.ensure_future(each) for each in asked]
@@ -130,6 +141,8 @@ def test_they_are_what_each_is_alone_when_weights_come_meanwhile(
     assert sum(counted.rows) < 8 * len(counted.rows)
     assert counted.rows[3] < 8, "by then, none was like another one"
     assert {tuple(a.policy_versions[:4]) for a in answers} == {(0, 0, 0, 7)}
+    again = [] if in_flight == "keep" else [len(PROMPT) - 1, 3 * len({tuple(a.tokens[:3]) for a in answers})]
+    assert counted.read == [len(PROMPT) - 1, *again], "the prompt, which all have alike, is read once"
     assert answers == [asked(10 + i)[0][0] for i in range(8)]
     for p, old in zip(engine._decoder.model.parameters(), weights, strict=True):
         p.data.copy_(old)
@@ -182,9 +195,37 @@ def test_conversations_that_began_alike_go_on_from_rows_of_their_own(counted: Co
     assert together == counted.alone(*map(talk, range(6)))
 
 
+def test_a_conversation_whose_answer_was_read_again_is_the_same_once_it_made_room(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt and what there was of the answer were read one after the other; so they are again."""
+    engine = counted.engine
+    staged = StagedWeights(Manifest(7, [], [], Canary(CanaryPrompts([], []), [], [], []), ""), [])
+    monkeypatch.setattr(hf_engine, "load", lambda *_: None)
+
+    async def talk(make_room: bool) -> list[Any]:
+        tokens, said, clock = PROMPT * 12, [], RolloutClock()
+        with clock:
+            for turn in range(2):
+                counted.at_pass = {} if turn else {10: lambda: engine._load_staged(staged, "recompute")}
+                asked = counted.asked(turn, prompt=tokens, max_tokens=30, stop_token_ids=[], clock=clock)
+                [[answer]] = await counted._together([asked])
+                assert not counted.at_pass
+                tokens = [*tokens, *answer.tokens, 11]
+                said.append(answer)
+                if make_room:
+                    await engine._call(lambda: engine._decoder.free(engine._conversations.make_room(0)))
+        return [*said, sum(counted.read)]
+
+    *kept, read = asyncio.run(talk(False))
+    *made_room, read_again = asyncio.run(talk(True))
+    assert read_again > read
+    assert made_room == kept
+
+
 def test_the_engine_is_empty_again(counted: Counted) -> None:
     decoder, kept = counted.engine._decoder, counted.engine._conversations
     counted.together(counted.asked(3, n=8))
     left = set(itertools.chain(*(pool.rows for pool in (*decoder._pools, decoder._waiting))))
-    assert left == set(kept._with_rows.values())
+    assert left == {*kept._with_rows.values(), *counted.engine._beginnings._kept.values()}
     assert counted.engine._running == []
