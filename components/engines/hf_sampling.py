@@ -6,7 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+PIECE = 256
+"""Tokens that a large vocabulary's distribution is summed up by."""
 Drawn = tuple[int, float, list[int]]
 """A token, its logprob under what it was drawn from, and, with a top_k, the ids that were left."""
 
@@ -29,34 +32,58 @@ def sample(
 ) -> list[list[Drawn]]:
     """Tokens for each row of `logits` [B, V], which are changed: one for each of the row's numbers (from 0 to 1).
 
-    It is where the row's cumulative distribution, in float64, passes the number. `barred`: tokens that a row may not
+    It is where the row's cumulative distribution passes the number. `barred`: tokens that a row may not
     have. `scale`: what the model's logits are multiplied with.
     """
     for row, tokens in enumerate(barred):
         if tokens:
             logits[row, list(tokens)] = float("-inf")
     factors = torch.tensor([scale / (w.temperature or 1.0) for w in wanted], device=logits.device)
-    logprobs = torch.log_softmax(logits * factors[:, None], dim=-1)
+    logprobs = torch.log_softmax(logits.mul_(factors[:, None]), dim=-1)
     if any(w.top_k for w in wanted):
         logprobs = _among_likeliest(logprobs, [w.top_k for w in wanted])
     if any(w.top_p < 1.0 for w in wanted):
         nucleus = torch.tensor([w.top_p for w in wanted], device=logits.device)
         logprobs = _within_nucleus(logprobs, nucleus)
-    total = logprobs.double().exp_().cumsum(-1)
     # Never the very end, where rounding could reach a token of probability 0. A row with fewer numbers has zeros, too.
     most = max(map(len, numbers))
     padded = [[*(min(number, 1 - 1e-12) for number in own), *[0.0] * (most - len(own))] for own in numbers]
-    places = torch.tensor(padded, dtype=torch.float64, device=logits.device)
-    # In a row that is not a number all the way, which is no other row's concern: its logprob says so.
-    drawn = torch.searchsorted(total, places * total[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
-    greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
-    tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
+    tokens = _passing(logprobs, torch.tensor(padded, dtype=torch.float64, device=logits.device))
+    if not all(w.temperature for w in wanted):
+        greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]
     found = zip(tokens.tolist(), logprobs.gather(-1, tokens).tolist(), numbers, kept, strict=True)
     return [
         [(token, logprob, ids) for token, logprob, _ in zip(of_row, logprobs_of_row, own, strict=False)]
         for of_row, logprobs_of_row, own, ids in found
     ]
+
+
+def _passing(logprobs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """[B, V], [B, K] in float64 -> [B, K]: where each row's sum of probabilities passes so much of all of it.
+
+    Sums of more than a few thousand probabilities are made of those of pieces, so that only the sums, and the pieces in
+    which they pass, are there in float64.
+    """
+    size = logprobs.shape[-1]
+    if size <= 16 * PIECE:
+        total = logprobs.double().exp_().cumsum(-1)
+        # In a row that is not a number all the way, which is no other row's concern: its logprob says so.
+        return torch.searchsorted(total, numbers * total[:, -1:], right=True).clamp_(max=size - 1)
+    probabilities = logprobs.exp()
+    if missing := -size % PIECE:
+        probabilities = F.pad(probabilities, (0, missing))
+    pieces = probabilities.unflatten(-1, (-1, PIECE))
+    total = pieces.sum(-1).double().cumsum(-1)
+    wanted = numbers * total[:, -1:]
+    passed = torch.searchsorted(total, wanted, right=True).clamp_(max=total.shape[-1] - 1)
+    before = F.pad(total, (1, 0)).gather(-1, passed)
+    within = pieces.gather(1, passed[..., None].expand(-1, -1, PIECE)).double().cumsum(-1)
+    # What its sum was rounded by is not beyond the piece.
+    left = torch.minimum(wanted - before, within[..., -1] * (1 - 1e-12))
+    at = torch.searchsorted(within, left[..., None], right=True)[..., 0].clamp_(max=PIECE - 1)
+    return (passed * PIECE + at).clamp_(max=size - 1)
 
 
 def _among_likeliest(logprobs: torch.Tensor, top_k: list[int]) -> torch.Tensor:
