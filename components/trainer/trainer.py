@@ -366,6 +366,7 @@ class Trainer:
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()  # one that is not finite would move weights all the same
+        spare.step()  # it makes its states: of 135 million weights that took 1.1 s, where a step takes 0.15
         started = time.monotonic()
         spare.step()
         times["optim_s"] = time.monotonic() - started
