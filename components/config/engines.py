@@ -36,6 +36,11 @@ class EngineOptions(Partial):
         return 1
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether answers to one prompt are one row of a pass until they differ."""
+        return False
+
+    @property
     def loads_ahead(self) -> bool:
         """Whether an engine on a CPU holds a second copy of the weights."""
         return False
@@ -55,6 +60,10 @@ class HfOptions(EngineOptions):
     @property
     def places(self) -> int:
         return self.max_num_seqs
+
+    @property
+    def shares_rows(self) -> bool:
+        return True
 
 
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -171,6 +171,7 @@ class Reporter:
         num_measured = len(self._parts.generators)
         limit = speeds and LimitMeter(speeds, max_policy_lag=lag, in_turns=self._config.cluster.in_turns)
         updates = self._config.train.updates_per_batch
+        shares_rows = self._config.rollout.engine_options.shares_rows
         await self.collect_stats()  # what happened before the first step does not count
         self._training = True
         while (report := await self._queue.get()) is not None:
@@ -179,19 +180,18 @@ class Reporter:
                     self._monitor.log(report.step, report.metrics, role="driver")
                 continue
             batch, step_s = report.batch_metrics, report.metrics["step/total_s"]
-            response_tokens = batch["train/response_tokens/total"] / updates
             metrics = dict(report.metrics)
             if limit is not None:
                 metrics |= limit.step(
-                    sequences=batch["train/sequences"] / updates,
-                    response_tokens=response_tokens,
+                    sequences=batch["train/groups" if shares_rows else "train/sequences"] / updates,
+                    response_tokens=batch[f"train/response_{'rows' if shares_rows else 'tokens'}/total"] / updates,
                     trained_tokens=metrics["train/tokens_in_pass"],
                     longest_response_tokens=batch["train/response_tokens/max"],
                     longest_environment_s=batch["train/environment_s/max"],
                     generators=len(self._parts.generators) / num_measured,
                     step_s=step_s,
                 )
-            metrics["train/tokens_per_s"] = response_tokens / step_s
+            metrics["train/tokens_per_s"] = batch["train/response_tokens/total"] / updates / step_s
             if report.begins_batch:
                 metrics |= batch
                 self._monitor.suspects(report.step, report.suspects)

@@ -25,6 +25,7 @@ from ..monitor.jsonl import write_text_atomically
 from ..runtime.launch import Parts
 from ..runtime.limit import PROBE_TOKENS, Speeds
 from ..runtime.supervisor import together
+from ..shared_rows import num_rows
 from ..types import Task, Trajectory
 from .turns import Turns
 
@@ -82,7 +83,7 @@ def _conditions(config: Config) -> dict[str, Any]:
     dump = {name: own for name, own in config.written().items() if name in ("rollout", "train", "cluster")}
     for how_long in ("steps", "epochs"):
         del dump["train"][how_long]
-    return dump | {"host": platform.node(), "trained_tokens": "as the model reads them"}
+    return dump | {"host": platform.node(), "tokens": "as models compute them"}
 
 
 def is_cut(config: Config) -> bool:
@@ -98,7 +99,7 @@ def _group_size(config: Config) -> int:
 async def _together(config: Config, parts: Parts, fresh: Iterator[Task]) -> tuple[float, float, list[Trajectory]]:
     """(seconds per sequence until its first token, per further token, trajectories), of all engines, kept full.
 
-    Short answers are whole, and enough of them that some end while others begin: then both are the mean of all tokens.
+    Where answers share rows, it is per group, and per row of a further pass. Short answers are whole, and enough of them that some end while others begin: then both are the mean of all tokens.
     """
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
     if is_cut(config):  # all have the same length: one wave stays full to its end
@@ -107,14 +108,14 @@ async def _together(config: Config, parts: Parts, fresh: Iterator[Task]) -> tupl
     whole_s, trajectories = await _fastest(config, parts, fresh, count, call_limit=PROBE_TOKENS)
     if not trajectories:
         raise _all_failed()
-    tokens = _num_tokens(trajectories)
+    tokens = _num_tokens(config, trajectories)
     if not is_cut(config):
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
     first_s, firsts = await _fastest(config, parts, fresh, count, call_limit=1)
-    further = tokens - _num_tokens(firsts)
-    if further < len(trajectories):  # an environment's own words, or a first token that ends most answers
+    begun, further = _num_begun(config, firsts), tokens - _num_tokens(config, firsts)
+    if further < begun:  # an environment's own words, or a first token that ends most answers
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
-    return first_s / max(1, len(firsts)), max(0.0, whole_s - first_s) / further, trajectories
+    return first_s / max(1, begun), max(0.0, whole_s - first_s) / further, trajectories
 
 
 async def _alone(config: Config, parts: Parts, fresh: Iterator[Task]) -> tuple[float, float]:
@@ -167,11 +168,26 @@ async def _fastest(
         found.append(await _timed_rollouts(config, parts, tasks, call_limit=call_limit))
         if time.monotonic() - begun > BUDGET_S:
             break
-    return min(found, key=lambda measured: measured[0] / max(1, _num_tokens(measured[1])))
+    return min(found, key=lambda measured: measured[0] / max(1, _num_tokens(config, measured[1])))
 
 
-def _num_tokens(trajectories: Sequence[Trajectory]) -> int:
+def _num_begun(config: Config, trajectories: Sequence[Trajectory]) -> int:
+    """Rows of their first passes."""
+    return len(_by_prompt(trajectories)) if config.rollout.engine_options.shares_rows else len(trajectories)
+
+
+def _num_tokens(config: Config, trajectories: Sequence[Trajectory]) -> int:
+    """Rows of all passes."""
+    if config.rollout.engine_options.shares_rows:
+        return sum(map(num_rows, _by_prompt(trajectories)))
     return sum(len(t.response_tokens) for t in trajectories)
+
+
+def _by_prompt(trajectories: Sequence[Trajectory]) -> list[list[list[int]]]:
+    answers: dict[tuple[int, ...], list[list[int]]] = {}
+    for t in trajectories:
+        answers.setdefault(tuple(t.prompt_tokens), []).append(t.response_tokens)
+    return list(answers.values())
 
 
 async def _timed_rollouts(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from .hf_cache import Row, num_blocks
+from ..shared_rows import num_same
+from .hf_cache import BLOCK, Row
 
 LEAST_TOKENS = 8
 """That are worth a copy."""
-MOST_TOKENS, MOST_PROMPTS = 512, 8
-"""Of a prompt that are kept, and how many prompts."""
+MOST_PROMPTS = 8
+"""That are kept."""
 
 _Prompt = tuple[int | None, tuple[int, ...]]
 """A version, and tokens."""
@@ -24,26 +25,25 @@ class Beginnings:
         self._kept: OrderedDict[_Prompt, Row] = OrderedDict()  # the one that was used last comes last
         self.num_blocks = 0
 
-    def longest(self, tokens: Sequence[int], version: int | None) -> tuple[Row | None, int]:
+    def longest(self, tokens: tuple[int, ...], version: int | None) -> tuple[Row | None, int]:
         """The row that holds most of what `tokens` begin with, and how many of them; (None, 0) if there is none."""
         found, most = None, LEAST_TOKENS - 1
         for prompt in self._kept:
-            if prompt[0] == version and (same := _num_same(prompt[1], tokens)) > most:
+            if prompt[0] == version and (same := num_same(prompt[1], tokens)) > most:
                 found, most = prompt, same
         if found is None:
             return None, 0
         self._kept.move_to_end(found)
         return self._kept[found], most
 
-    def wanted(self, num_tokens: int, num_same: int) -> int:
-        """How many tokens of a prompt to keep, of which `num_same` are kept: 0 where that is half of it."""
-        kept = min(num_tokens, MOST_TOKENS)
-        few = kept < LEAST_TOKENS or 2 * num_same >= kept or num_blocks(kept) > self._most_blocks
-        return 0 if few else kept
+    def wanted(self, num_tokens: int, num_known: int) -> int:
+        """How many tokens of a prompt to keep, of which `num_known` are kept: 0 where that is half of it."""
+        kept = min(num_tokens, self._most_blocks * BLOCK)
+        return 0 if kept < LEAST_TOKENS or 2 * num_known >= kept else kept
 
-    def keep(self, tokens: Sequence[int], version: int | None, row: Row) -> list[Row]:
+    def keep(self, tokens: tuple[int, ...], version: int | None, row: Row) -> list[Row]:
         """`row` holds these tokens, and is nobody else's. Returns rows that nobody needs any more."""
-        prompt = version, tuple(tokens)
+        prompt = version, tokens
         gone = self._dropped([prompt]) if prompt in self._kept else []
         self._kept[prompt] = row
         self.num_blocks += len(row.blocks)
@@ -64,13 +64,3 @@ class Beginnings:
         rows = [self._kept.pop(prompt) for prompt in prompts]
         self.num_blocks -= sum(len(row.blocks) for row in rows)
         return rows
-
-
-def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    same = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        same += 1
-    return same

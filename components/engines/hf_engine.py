@@ -552,7 +552,7 @@ class HfEngine:
         ]
         copies = self._decoder.copy(_rows(s for s, _ in wanted), [kept for _, kept in wanted])
         for (s, kept), row in zip(wanted, copies, strict=True):
-            self._decoder.free(self._beginnings.keep(s.tokens[:kept], s.request.version, row))
+            self._decoder.free(self._beginnings.keep(tuple(s.tokens[:kept]), s.request.version, row))
 
     def _parted(self, coming: Callable[[_Sequence], Hashable]) -> list[list[_Sequence]]:
         """The running sequences by their rows, after those for whom something else is coming have got their own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from ..experiences.buffers import BufferFeed, Drawn
 from ..group import Group
 from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, starts, token_index
 from ..train_batch import TrainBatch, batch_samples
+from ..shared_rows import num_rows
 from ..types import Trajectory
 
 
@@ -259,6 +261,8 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
         "train/response_tokens/mean": lengths.mean().item(),
         "train/response_tokens/max": lengths.max().item(),
         "train/response_tokens/total": lengths.sum().item(),
+        "train/groups": float(len(groups)),
+        "train/response_rows/total": float(sum(num_rows(_answers(g)) for g in groups)),
         "train/zero_advantage_frac": zero / len(groups),
         "train/truncated_frac": sum(r == "length" for g in groups for r in g.finish_reasons) / len(rewards),
     }
@@ -273,6 +277,11 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
         # A name with a path ("rewards/format", "env/turns") keeps it; a bare name is a measure of the answer.
         metrics[f"train/{name}" if "/" in name else f"train/accuracy/{name}"] = sum(values) / len(values)
     return metrics
+
+
+def _answers(group: Group) -> list[list[int]]:
+    tokens, ends = group.samples["response_tokens"].tolist(), list(itertools.accumulate(group.lengths))
+    return [tokens[end - length : end] for end, length in zip(ends, group.lengths, strict=True)]
 
 
 def _readable(groups: Sequence[Group], limit: int, *, whole: int) -> list[tuple[int, int]]:

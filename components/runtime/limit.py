@@ -23,6 +23,7 @@ class Speeds:
     """Measured at the start of a run, each side with the other idle.
 
     `generate_*`: of all engines, kept full: seconds per sequence until its first token, and for each further token.
+    Where answers to one prompt share the rows of a pass until they differ: per group, and for each further row.
     `serial_*` along one trajectory alone, after `first_token_s`.
     """
 
@@ -62,6 +63,7 @@ class LimitMeter:
     ) -> dict[str, float]:
         """`limit/*` of a step: `response_tokens` of `sequences` to generate, `trained_tokens` through the trainer.
 
+        Where answers share rows, `response_tokens` are rows of all passes, and `sequences` groups.
         `longest_environment_s`: most seconds that a group of it spent outside the engine. `generators`: how many there
         are for each one that was measured.
         """

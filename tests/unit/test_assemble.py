@@ -238,6 +238,8 @@ def test_metrics_describe_the_whole_batch_skipped_trajectories_too():
         "train/reward/mean": 1.0,
         "train/reward/std": 0.5**0.5,
         "train/sequences": 4.0,
+        "train/groups": 2.0,
+        "train/response_rows/total": 18.0,  # the answers of a group differ from their first token on
         "train/response_tokens/mean": 5.0,
         "train/response_tokens/max": 8.0,
         "train/response_tokens/total": 20.0,

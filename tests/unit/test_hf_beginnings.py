@@ -95,19 +95,20 @@ def test_answers_in_flight_read_it_once_after_a_load(counted: Counted, monkeypat
 def test_prompts_that_have_most_in_common_with_another_are_not_kept() -> None:
     pool, beginnings = BlockPool(), Beginnings(most_blocks=4)
     [row, *rows] = pool.add([20] * 10)
-    assert beginnings.longest(range(20), None) == (None, 0)
-    assert beginnings.keep(range(20), None, row) == []
-    assert beginnings.longest([*range(12), 50, 51], None) == (row, 12)
-    assert beginnings.longest([*range(7), 50, 51], None) == (None, 0)
-    assert beginnings.longest(range(20), 3) == (None, 0)
+    assert beginnings.longest((*range(20),), None) == (None, 0)
+    assert beginnings.keep((*range(20),), None, row) == []
+    assert beginnings.longest((*range(12), 50, 51), None) == (row, 12)
+    assert beginnings.longest((*range(7), 50, 51), None) == (None, 0)
+    assert beginnings.longest((*range(20),), 3) == (None, 0)
     assert (beginnings.wanted(20, 10), beginnings.wanted(21, 10), beginnings.wanted(7, 0)) == (0, 21, 0)
-    assert beginnings.wanted(4 * 32 + 1, 0) == 0, "more than there is room for"
+    assert beginnings.wanted(4 * 32 + 1, 0) == 4 * 32, "what there is room for"
+    assert Beginnings(most_blocks=0).wanted(100, 0) == 0
     for number in range(3):
-        assert beginnings.keep([100 + number] * 20, None, rows[number]) == []
-    assert beginnings.longest(range(20), None) == (row, 20)
+        assert beginnings.keep((100 + number,) * 20, None, rows[number]) == []
+    assert beginnings.longest((*range(20),), None) == (row, 20)
     # Four blocks are full: the one that was used least of late makes room.
-    assert beginnings.keep([200] * 20, None, rows[3]) == [rows[0]]
-    assert beginnings.keep([200] * 20, None, rows[4]) == [rows[3]]
+    assert beginnings.keep((200,) * 20, None, rows[3]) == [rows[0]]
+    assert beginnings.keep((200,) * 20, None, rows[4]) == [rows[3]]
     assert beginnings.num_blocks == 4
     assert set(beginnings.drop(None)) == {row, rows[1], rows[2], rows[4]}
     assert beginnings.num_blocks == 0
@@ -117,5 +118,5 @@ def test_only_so_many_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_beginnings, "MOST_PROMPTS", 2)
     pool, beginnings = BlockPool(), Beginnings(most_blocks=100)
     rows = pool.add([10] * 3)
-    gone = [beginnings.keep([number] * 10, None, row) for number, row in enumerate(rows)]
+    gone = [beginnings.keep((number,) * 10, None, row) for number, row in enumerate(rows)]
     assert gone == [[], [], [rows[0]]]

@@ -170,7 +170,9 @@ def batch_of(reward: float, tokens: float) -> dict[str, float]:
     return {
         "train/reward/mean": reward,
         "train/sequences": 8.0,
+        "train/groups": 2.0,
         "train/response_tokens/total": tokens,
+        "train/response_rows/total": tokens / 5,
         "train/response_tokens/max": 9.0,
         "train/environment_s/max": 0.0,
     }
@@ -206,10 +208,11 @@ def reported(
     *stats: list[dict[str, float]],
     resumed_at: int | None = None,
     restarts: Sequence[Restart] = (),
+    settings: Sequence[str] = (),
 ) -> Reporter:
     config = load_config(
         "quickstart",
-        ["stages.async_rl.train.updates_per_batch=2", "monitor.console=off"],
+        ["stages.async_rl.train.updates_per_batch=2", "monitor.console=off", *settings],
         recipe="async_rl",
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -256,6 +259,17 @@ def a_run(tmp_path: Path) -> Reporter:
     ]
     restarts = [Restart("generator-0", "the process died", at=0.0, down_s=s, groups=3) for s in (1.5, 2.5)]
     return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)], restarts=restarts)
+
+
+@pytest.mark.parametrize(("engine", "generate_s"), [("vllm", 0.01 * 50), ("hf", 0.01 * 10)])
+def test_the_limit_counts_what_the_engine_computes(tmp_path: Path, engine: str, generate_s: float) -> None:
+    """Rows, where answers that are the same so far are one row of a pass."""
+    report = StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), batch_of(0.25, 100.0), [], begins_batch=True)
+    settings = ["stages.async_rl.rollout.engine=null", f"stages.async_rl.rollout.engine.name={engine}"]
+    reported(tmp_path, [report], [collector_stats(generate=1.0)], settings=settings)
+    [row] = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["role"] == "trainer"]
+    assert row["limit/generate_s"] == pytest.approx(generate_s)
+    assert row["train/tokens_per_s"] == pytest.approx(50 / 4)
 
 
 def test_everything_is_logged_in_the_order_in_which_it_came(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ PREFILL_S, TOKEN_S, PASS_S = 0.5, 0.01, 0.25
 PROMPT = 10
 
 
-def trajectory(tokens: int) -> Trajectory:
+def trajectory(tokens: int, last: int = 2, prompt: int = 1) -> Trajectory:
     return Trajectory(
-        prompt_tokens=[1] * PROMPT,
-        response_tokens=[2] * tokens,
+        prompt_tokens=[prompt] * PROMPT,
+        response_tokens=[*[2] * (tokens - 1), last],
         loss_mask=[True] * tokens,
         behavior_logprobs=[0.0] * tokens,
         policy_versions=[0] * tokens,
@@ -43,6 +43,7 @@ class FakeCollector:
     fails: str | None = None
     said_between = 0
     keeps_prompts = False
+    shares_rows = False
 
     def __init__(self, length: int, clock: SimpleNamespace) -> None:
         self.length, self.clock, self.generated_s = length, clock, 0.0
@@ -64,6 +65,10 @@ class FakeCollector:
         known = self.read.intersection(t.task_id for t in tasks) if self.keeps_prompts else ()
         seconds = size * ((len(tasks) - len(known)) * PREFILL_S + len(tasks) * (tokens - 1) * TOKEN_S)
         self.read.update(t.task_id for t in tasks)
+        if self.shares_rows:  # answers differ in their last tokens alone
+            self.generated_s += len(tasks) * (PREFILL_S + (tokens - 1) * TOKEN_S)
+            self.clock.now += 100.0
+            return [trajectory(tokens, last=i, prompt=int(t.task_id)) for t in tasks for i in range(size)]
         self.generated_s += seconds
         self.clock.now += 100.0  # the environment thinks
         return [trajectory(tokens + self.said_between) for _ in tasks for _ in range(size)]
@@ -159,6 +164,19 @@ def test_a_prompt_that_an_engine_still_has_is_not_measured(monkeypatch: pytest.M
     speeds, _, _ = measured(monkeypatch, settings(answers=answers), length=answers)
     monkeypatch.setattr(FakeCollector, "keeps_prompts", True)
     assert measured(monkeypatch, settings(answers=answers), length=answers)[0] == speeds
+
+
+@pytest.mark.parametrize("length", [8, 4096])
+def test_rows_are_measured_where_answers_share_them(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(FakeCollector, "shares_rows", True)
+    config = settings(answers=length, **{"rollout.engine": "null", "rollout.engine.name": "hf"})
+    speeds, _, _ = measured(monkeypatch, config, length=length)
+    if length == 8:
+        mean = (PREFILL_S + 7 * TOKEN_S) / 8
+        assert speeds.generate_s_per_sequence == speeds.generate_s_per_token == pytest.approx(mean)
+    else:
+        assert speeds.generate_s_per_sequence == pytest.approx(PREFILL_S)
+        assert speeds.generate_s_per_token == pytest.approx(TOKEN_S)
 
 
 def test_a_model_that_answers_with_nothing_but_failures_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
