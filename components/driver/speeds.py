@@ -99,7 +99,8 @@ def _group_size(config: Config) -> int:
 async def _together(config: Config, parts: Parts, fresh: Iterator[Task]) -> tuple[float, float, list[Trajectory]]:
     """(seconds per sequence until its first token, per further token, trajectories), of all engines, kept full.
 
-    Where answers share rows, it is per group, and per row of a further pass. Short answers are whole, and enough of them that some end while others begin: then both are the mean of all tokens.
+    Where answers share rows, it is per group, and per row of a further pass. Short answers are whole, and enough of
+    them that some end while others begin: then both are the mean of all tokens.
     """
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
     if is_cut(config):  # all have the same length: one wave stays full to its end

@@ -15,8 +15,8 @@ from ..config.schema import Config
 from ..experiences.buffers import BufferFeed, Drawn
 from ..group import Group
 from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, starts, token_index
-from ..train_batch import TrainBatch, batch_samples
 from ..shared_rows import num_rows
+from ..train_batch import TrainBatch, batch_samples
 from ..types import Trajectory
 
 

@@ -265,7 +265,7 @@ def a_run(tmp_path: Path) -> Reporter:
 def test_the_limit_counts_what_the_engine_computes(tmp_path: Path, engine: str, generate_s: float) -> None:
     """Rows, where answers that are the same so far are one row of a pass."""
     report = StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), batch_of(0.25, 100.0), [], begins_batch=True)
-    settings = ["stages.async_rl.rollout.engine=null", f"stages.async_rl.rollout.engine.name={engine}"]
+    settings = ["rollout.engine=null", f"rollout.engine.name={engine}"]
     reported(tmp_path, [report], [collector_stats(generate=1.0)], settings=settings)
     [row] = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["role"] == "trainer"]
     assert row["limit/generate_s"] == pytest.approx(generate_s)

@@ -108,7 +108,9 @@ def settings(**rollout: Any) -> Config:
         "stages.async_rl.rollout.max_model_len": 8192,
         "model.init.options.max_position_embeddings": 8192,
         "stages.async_rl.rollout.num_generators": rollout.pop("generators", 1),
-    } | {f"stages.async_rl.{name}": value for name, value in rollout.items()}
+    } | {f"stages.async_rl.{name}": value for name, value in rollout.items() if name != "engine"}
+    if "engine" in rollout:
+        names |= {"rollout.engine": "null", "rollout.engine.name": rollout["engine"]}
     return load_config("quickstart", [f"{name}={value}" for name, value in names.items()], recipe="async_rl")
 
 
@@ -169,7 +171,7 @@ def test_a_prompt_that_an_engine_still_has_is_not_measured(monkeypatch: pytest.M
 @pytest.mark.parametrize("length", [8, 4096])
 def test_rows_are_measured_where_answers_share_them(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(FakeCollector, "shares_rows", True)
-    config = settings(answers=length, **{"rollout.engine": "null", "rollout.engine.name": "hf"})
+    config = settings(answers=length, engine="hf")
     speeds, _, _ = measured(monkeypatch, config, length=length)
     if length == 8:
         mean = (PREFILL_S + 7 * TOKEN_S) / 8
