@@ -171,7 +171,9 @@ class Reporter:
         num_measured = len(self._parts.generators)
         limit = speeds and LimitMeter(speeds, max_policy_lag=lag, in_turns=self._config.cluster.in_turns)
         updates = self._config.train.updates_per_batch
-        shares_rows = self._config.rollout.engine_options.shares_rows
+        sequences, response_tokens = "train/sequences", "train/response_tokens/total"
+        if self._config.rollout.engine_options.shares_rows:
+            sequences, response_tokens = "train/response_rows/first", "train/response_rows/total"
         await self.collect_stats()  # what happened before the first step does not count
         self._training = True
         while (report := await self._queue.get()) is not None:
@@ -183,8 +185,8 @@ class Reporter:
             metrics = dict(report.metrics)
             if limit is not None:
                 metrics |= limit.step(
-                    sequences=batch["train/groups" if shares_rows else "train/sequences"] / updates,
-                    response_tokens=batch[f"train/response_{'rows' if shares_rows else 'tokens'}/total"] / updates,
+                    sequences=batch[sequences] / updates,
+                    response_tokens=batch[response_tokens] / updates,
                     trained_tokens=metrics["train/tokens_in_pass"],
                     longest_response_tokens=batch["train/response_tokens/max"],
                     longest_environment_s=batch["train/environment_s/max"],

@@ -109,11 +109,12 @@ async def _together(config: Config, parts: Parts, fresh: Iterator[Task]) -> tupl
     whole_s, trajectories = await _fastest(config, parts, fresh, count, call_limit=PROBE_TOKENS)
     if not trajectories:
         raise _all_failed()
-    tokens = _num_tokens(config, trajectories)
+    _, tokens = _num_tokens(config, trajectories)
     if not is_cut(config):
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
     first_s, firsts = await _fastest(config, parts, fresh, count, call_limit=1)
-    begun, further = _num_begun(config, firsts), tokens - _num_tokens(config, firsts)
+    begun, first_tokens = _num_tokens(config, firsts)
+    further = tokens - first_tokens
     if further < begun:  # an environment's own words, or a first token that ends most answers
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
     return first_s / max(1, begun), max(0.0, whole_s - first_s) / further, trajectories
@@ -163,32 +164,26 @@ async def _fastest(
     config: Config, parts: Parts, fresh: Iterator[Task], count: int, *, call_limit: int
 ) -> tuple[float, list[Trajectory]]:
     """(seconds, trajectories) of the one with the least seconds per token, of several with `count` groups each."""
+
+    def s_per_token(measured: tuple[float, list[Trajectory]]) -> float:
+        seconds, trajectories = measured
+        _, tokens = _num_tokens(config, trajectories)
+        return seconds / tokens if tokens else float("inf")  # where all failed, in no time
+
     begun, found = time.monotonic(), []
     for _ in range(_REPEATS):
         tasks = list(itertools.islice(fresh, count))
         found.append(await _timed_rollouts(config, parts, tasks, call_limit=call_limit))
         if time.monotonic() - begun > BUDGET_S:
             break
-    return min(found, key=lambda measured: measured[0] / max(1, _num_tokens(config, measured[1])))
+    return min(found, key=s_per_token)
 
 
-def _num_begun(config: Config, trajectories: Sequence[Trajectory]) -> int:
-    """Rows of their first passes."""
-    return len(_by_prompt(trajectories)) if config.rollout.engine_options.shares_rows else len(trajectories)
-
-
-def _num_tokens(config: Config, trajectories: Sequence[Trajectory]) -> int:
-    """Rows of all passes."""
+def _num_tokens(config: Config, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
+    """(first, all) tokens that the engines compute for these: rows, where answers share them."""
     if config.rollout.engine_options.shares_rows:
-        return sum(map(num_rows, _by_prompt(trajectories)))
-    return sum(len(t.response_tokens) for t in trajectories)
-
-
-def _by_prompt(trajectories: Sequence[Trajectory]) -> list[list[list[int]]]:
-    answers: dict[tuple[int, ...], list[list[int]]] = {}
-    for t in trajectories:
-        answers.setdefault(tuple(t.prompt_tokens), []).append(t.response_tokens)
-    return list(answers.values())
+        return num_rows([tuple(t.prompt_tokens) for t in trajectories], [t.response_tokens for t in trajectories])
+    return len(trajectories), sum(len(t.response_tokens) for t in trajectories)
 
 
 async def _timed_rollouts(

@@ -156,6 +156,10 @@ class Decoder:
         ]
         return [next(copies[i]) for i in places]
 
+    def copy_aside(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
+        """As `copy`, set aside: passes go over all blocks of a pool, and would over these."""
+        return self._waiting.copy(rows, lengths)
+
     def free(self, rows: Sequence[Row]) -> None:
         """Forget these rows."""
         for pool in (*self._pools, self._waiting):
@@ -166,10 +170,10 @@ class Decoder:
         """Passes are not about these rows for a while: `read` and `step` may be asked for them again."""
         self._waiting.take(rows)
 
-    def room_aside(self, num_blocks: int) -> int:
-        """Blocks that those set aside may have, of so many for all."""
-        self._waiting.most = max(0, num_blocks - sum(pool.room for pool in self._pools))
-        return self._waiting.most
+    def room_aside(self, num_blocks: int, taken: int) -> int:
+        """Blocks that those set aside may have, of so many for all, beside the `taken` ones, which stay."""
+        self._waiting.most = max(taken, num_blocks - sum(pool.room for pool in self._pools))
+        return self._waiting.most - taken
 
     def _threads_for(self, num_tokens: int) -> int:
         """That a pass over so many tokens is divided among. It changes no number."""

@@ -20,10 +20,9 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,12 +37,14 @@ from ..failures import Refused
 from ..transports.shared_memory import mapped
 from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
-from .hf_beginnings import LEAST_TOKENS, Beginnings
-from .hf_cache import BLOCK, Row, num_blocks
-from .hf_conversations import Conversation, Conversations, Turn
+from .hf_beginnings import Beginnings
+from .hf_cache import BLOCK, num_blocks
+from .hf_conversations import Conversation, Conversations
 from .hf_decode import Decoder, load_decoder
 from .hf_lora import Adapters
+from .hf_reading import Reader
 from .hf_sampling import Drawn, Sampling, sample
+from .hf_sequences import Generation, Request, completions, rows_of
 from .hf_threads import PassThreads
 from .hf_weights import ModelTensors, OpenedHere, load, read_back
 from .released import Released
@@ -51,53 +52,6 @@ from .slices import SLICE_S, ends_within
 
 T = TypeVar("T")
 CLOSE_S = 10.0
-
-
-@dataclass
-class _Request:
-    id: str
-    prompt: list[int]
-    sampling: Sampling
-    min_tokens: int
-    max_tokens: int
-    stop: frozenset[int]
-    loop: asyncio.AbstractEventLoop
-    heard: Heard | None = None
-    version: int | None = None
-    is_seeded: bool = False
-    rollout: object = None
-    answer: Future[list[SampledTokens]] = field(default_factory=Future)
-    sequences: list[_Sequence] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """One completion under way. `tokens`: prompt and response; `num_wanted`: their number at the most.
-
-    `num_held`: tokens whose keys and values `row` has. `begin`: tokens that there were when the answer began, or when
-    all was read anew. `turns`: of a conversation, those before, as they are to be computed, or were. `is_mixed`: it
-    has keys and values of two versions.
-    """
-
-    request: _Request
-    index: int
-    draw: random.Random
-    tokens: list[int]
-    num_wanted: int
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kept: list[list[int]] = field(default_factory=list)
-    finish_reason: str = ""
-    row: Row | None = None  # while it is running
-    num_held: int = 0
-    begin: int = 0
-    turns: list[Turn] = field(default_factory=list)
-    is_mixed: bool = False
-
-    @property
-    def read_end(self) -> int:
-        """Up to where tokens are read, for those held now: from there on they go through one pass each."""
-        return next((begin for begin, end in self.turns if self.num_held < end - 1), self.begin) - 1
 
 
 class HfEngine:
@@ -114,9 +68,9 @@ class HfEngine:
         # Engines of one run must not draw the same numbers.
         self._seeds = random.Random(f"{settings.seed}/{os.getpid()}")
         self._version = -1 if settings.initial_version is None else settings.initial_version
-        self._waiting: deque[_Sequence] = deque()
-        self._held: list[_Request] = []
-        self._running: list[_Sequence] = []
+        self._waiting: deque[Generation] = deque()
+        self._held: list[Request] = []
+        self._running: list[Generation] = []
         self._conversations = Conversations()
         self._drained: Future[None] | None = None
         self._paused = False
@@ -134,6 +88,7 @@ class HfEngine:
             self._decoder, self._tensors, self.cache_tokens = ready.result()
             self._adapters = self._decoder.adapters
             self._beginnings = Beginnings(self.cache_tokens // BLOCK // 16)
+            self._reader = Reader(self._decoder, self._beginnings)
         except BaseException:
             self._commands.put(self._close)
             raise
@@ -167,7 +122,7 @@ class HfEngine:
             raise ValueError(
                 f"prompt of {len(prompt_tokens)} tokens; rollout.max_model_len is {room + len(prompt_tokens)}"
             )
-        request = _Request(
+        request = Request(
             id=str(next(self._ids)),
             prompt=list(prompt_tokens),
             sampling=Sampling(temperature, top_p, top_k),
@@ -183,7 +138,7 @@ class HfEngine:
         first = self._seeds.getrandbits(62) if seed is None else seed
         num_sampled = n if temperature else 1
         request.sequences = [
-            _Sequence(
+            Generation(
                 request,
                 i,
                 random.Random(first + i),
@@ -325,7 +280,7 @@ class HfEngine:
         memory = s.kv_cache_gib * 2**30 if s.device == "cpu" else torch.cuda.mem_get_info()[0] / 2
         return decoder, ModelTensors(decoder.model.lm), int(memory / decoder.bytes_per_token)
 
-    def _accept(self, request: _Request) -> None:
+    def _accept(self, request: Request) -> None:
         if self._death is not None:
             _answer(request.answer, functools.partial(_raise, self._death))
         elif self._adapters is not None and request.version not in self._adapters:
@@ -341,7 +296,7 @@ class HfEngine:
         else:
             self._waiting.extend(request.sequences)
 
-    def _abort(self, request: _Request) -> None:
+    def _abort(self, request: Request) -> None:
         self._held = [r for r in self._held if r is not request]
         self._waiting = deque(s for s in self._waiting if s.request is not request)
         self._end([s for s in self._running if s.request is request])
@@ -411,11 +366,11 @@ class HfEngine:
                 s.row, s.num_held, s.begin = None, 0, len(s.tokens)
             self._cache_is_old = False
         self._admit()
-        self._read()
-        shared = self._parted(lambda s: s.tokens[s.num_held])
+        self._reader.read(self._running)
+        shared = self._reader.parted(self._running, lambda s: s.tokens[s.num_held])
         firsts = [own[0] for own in shared]
         drawn = self._decoder.step(
-            _rows(firsts),
+            rows_of(firsts),
             [s.tokens[s.num_held] for s in firsts],
             [s.num_held for s in firsts],
             [s.request.version for s in firsts],
@@ -452,12 +407,12 @@ class HfEngine:
         self._end(ended, may_go_on=True)
         for request in {s.request.id: s.request for s in ended}.values():
             if all(s.finish_reason for s in request.sequences):
-                _answer(request.answer, functools.partial(_completions, request))
+                _answer(request.answer, functools.partial(completions, request))
         self._note_drained()
 
     def _admit(self) -> None:
         """Begin what waits, in order, while there are places, and memory for all that it may become."""
-        begun: list[_Sequence] = []
+        begun: list[Generation] = []
         held = self._beginnings.num_blocks + sum(num_blocks(s.num_wanted) for s in self._running)
         while self._waiting and (num_rows := len(self._running) + len(begun)) < self.places:
             held += num_blocks(self._waiting[0].num_wanted)
@@ -472,7 +427,7 @@ class HfEngine:
         self._running += begun
         self._make_room()
 
-    def _go_on(self, s: _Sequence) -> None:
+    def _go_on(self, s: Generation) -> None:
         """With what is there of the conversation that its prompt goes on from."""
         conversation = self._conversations.taken(s.tokens, s.request.version, s.request.rollout)
         if conversation is None:
@@ -484,93 +439,14 @@ class HfEngine:
 
     def _make_room(self) -> None:
         """For what passes may need, from the conversations that wait."""
-        room = self._decoder.room_aside(self.cache_tokens // BLOCK)
+        room = self._decoder.room_aside(self.cache_tokens // BLOCK, self._beginnings.num_blocks)
         self._decoder.free(self._conversations.make_room(room))
 
-    def _read(self) -> None:
-        """All that is to be read before the next pass, which reads one token of each sequence.
-
-        What several have alike up to the end of a part is read once, and so is what prompts begin with.
-        """
-        waiting = self._begin(may_wait=True)
-        while waiting or any(s.num_held < s.read_end for s in self._running):
-            shared = self._parted(lambda s: tuple(s.tokens[s.num_held : s.read_end]))
-            reading = [own for own in shared if own[0].num_held < own[0].read_end]
-            firsts = [own[0] for own in reading]
-            starts, ends = [s.num_held for s in firsts], [s.read_end for s in firsts]
-            self._decoder.read(
-                _rows(firsts),
-                [s.tokens[:end] for s, end in zip(firsts, ends, strict=True)],
-                starts,
-                [s.request.version for s in firsts],
-            )
-            for own, end in zip(reading, ends, strict=True):
-                for s in own:
-                    s.num_held = end
-            self._keep_beginnings(firsts, starts)
-            waiting = waiting and self._begin(may_wait=False)
-
-    def _begin(self, *, may_wait: bool) -> bool:
-        """Rows for the sequences that have none, with what they begin with if it is there.
-
-        Of several that it is not there for, and that may begin alike, all but one may have to wait until that one was
-        read. Returns whether some do.
-        """
-        new: dict[tuple[int | None, tuple[int, ...]], list[_Sequence]] = {}
-        for s in self._running:
-            if s.row is None:
-                new.setdefault((s.request.version, tuple(s.tokens[: s.read_end])), []).append(s)
-        alike, empty, waiting = set(), [], False
-        going_on: list[tuple[list[_Sequence], Row, int]] = []
-        for (version, tokens), same in new.items():
-            source, num_same = self._beginnings.longest(tokens, version)
-            first = version, tokens[:LEAST_TOKENS]
-            if source is not None:
-                going_on.append((same, source, num_same))
-            elif may_wait and first in alike:
-                waiting = True
-            else:
-                empty.append(same)
-                if self._beginnings.wanted(len(tokens), 0):
-                    alike.add(first)
-        sources, lengths = [source for _, source, _ in going_on], [num_same for _, _, num_same in going_on]
-        copies = self._decoder.copy(sources, lengths)
-        for (same, _, num_same), row in zip(going_on, copies, strict=True):
-            for s in same:
-                s.row, s.num_held = row, num_same
-        for same, row in zip(empty, self._decoder.rows(len(empty)), strict=True):
-            for s in same:
-                s.row = row
-        return waiting
-
-    def _keep_beginnings(self, sequences: Sequence[_Sequence], starts: Sequence[int]) -> None:
-        """Of the prompts that were read from `starts` on."""
-        wanted = [
-            (s, kept)
-            for s, start in zip(sequences, starts, strict=True)
-            if (kept := self._beginnings.wanted(min(s.num_held, len(s.request.prompt)), start))
-        ]
-        copies = self._decoder.copy(_rows(s for s, _ in wanted), [kept for _, kept in wanted])
-        for (s, kept), row in zip(wanted, copies, strict=True):
-            self._decoder.free(self._beginnings.keep(tuple(s.tokens[:kept]), s.request.version, row))
-
-    def _parted(self, coming: Callable[[_Sequence], Hashable]) -> list[list[_Sequence]]:
-        """The running sequences by their rows, after those for whom something else is coming have got their own."""
-        by_row: dict[Row, dict[Hashable, list[_Sequence]]] = {}
-        for s in self._running:
-            if s.row is not None:
-                by_row.setdefault(s.row, {}).setdefault(coming(s), []).append(s)
-        parting = [same for parts in by_row.values() for same in list(parts.values())[1:]]
-        for same, row in zip(parting, self._decoder.copy(_rows(part[0] for part in parting)), strict=True):
-            for s in same:
-                s.row = row
-        return [same for parts in by_row.values() for same in parts.values()]
-
     def _drawn(
-        self, shared: list[list[_Sequence]], logits: torch.Tensor, places: Sequence[int]
+        self, shared: list[list[Generation]], logits: torch.Tensor, places: Sequence[int]
     ) -> list[list[Drawn | None]]:
         """Tokens for the sequences of these rows: none for those whose next token is known."""
-        wanted: dict[tuple[int, Sampling, frozenset[int]], list[_Sequence]] = {}
+        wanted: dict[tuple[int, Sampling, frozenset[int]], list[Generation]] = {}
         for row, place in enumerate(places):
             for s in shared[place]:
                 if s.num_held == len(s.tokens) - 1:
@@ -593,21 +469,21 @@ class HfEngine:
             }
         return [[drawn.get(id(s)) for s in shared[place]] for place in places]
 
-    def _end(self, sequences: list[_Sequence], *, may_go_on: bool = False) -> None:
+    def _end(self, sequences: list[Generation], *, may_go_on: bool = False) -> None:
         """They do not run any more. Conversations may go on from what is all of one version."""
         ended = set(map(id, sequences))
         self._running = [s for s in self._running if id(s) not in ended]
         alone = [s for s in sequences if may_go_on and len(s.request.sequences) == 1 and not s.is_mixed]
-        kept = set(_rows(self._running))
+        kept = set(rows_of(self._running))
         shared = []
         for s in alone:  # a conversation has a row of its own
             if s.row in kept:
                 shared.append(s)
-            kept.update(_rows([s]))
-        for s, row in zip(shared, self._decoder.copy(_rows(shared)), strict=True):
+            kept.update(rows_of([s]))
+        for s, row in zip(shared, self._decoder.copy(rows_of(shared)), strict=True):
             s.row = row
-        self._decoder.free(list(set(_rows(sequences)) - kept - set(_rows(alone))))
-        self._decoder.set_aside(_rows(alone))
+        self._decoder.free(list(set(rows_of(sequences)) - kept - set(rows_of(alone))))
+        self._decoder.set_aside(rows_of(alone))
         for s in alone:
             turns = [*s.turns, (s.begin, len(s.tokens))]
             conversation = Conversation(turns, s.row, s.request.is_seeded, s.request.rollout)
@@ -653,10 +529,6 @@ class HfEngine:
             self._drained.set_exception(death)
 
 
-def _rows(sequences: Iterable[_Sequence]) -> list[Row]:
-    return [s.row for s in sequences if s.row is not None]
-
-
 def _answer(answer: Future[T], work: Callable[[], T]) -> None:
     """Give `answer` what `work` returns or raises; nothing where nobody waits any more."""
     if not answer.set_running_or_notify_cancel():
@@ -685,18 +557,3 @@ def _tell(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) 
 def _call_soon(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:  # each on its own: one that fails is reported, and the others are made
         loop.call_soon(call)
-
-
-def _completions(request: _Request) -> list[SampledTokens]:
-    start = len(request.prompt)
-    return [
-        SampledTokens(
-            s.tokens[start:],
-            s.logprobs,
-            s.versions,
-            s.finish_reason,
-            kept=s.kept if request.sampling.top_k else None,
-            barred=sorted(request.stop) if request.min_tokens else (),
-        )
-        for s in request.sequences
-    ]

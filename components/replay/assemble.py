@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -253,6 +252,7 @@ def pass_rate(group: Group) -> float:
 def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) -> dict[str, float]:
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     lengths = torch.tensor([n for g in groups for n in g.lengths], dtype=torch.float32)
+    rows = [_rows_of(g) for g in groups]
     zero = sum(not a.is_not_zero[g.mains].any() for g, a in zip(groups, advantages, strict=True))
     metrics = {
         "train/reward/mean": rewards.mean().item(),
@@ -261,8 +261,8 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
         "train/response_tokens/mean": lengths.mean().item(),
         "train/response_tokens/max": lengths.max().item(),
         "train/response_tokens/total": lengths.sum().item(),
-        "train/groups": float(len(groups)),
-        "train/response_rows/total": float(sum(num_rows(_answers(g)) for g in groups)),
+        "train/response_rows/first": float(sum(first for first, _ in rows)),
+        "train/response_rows/total": float(sum(total for _, total in rows)),
         "train/zero_advantage_frac": zero / len(groups),
         "train/truncated_frac": sum(r == "length" for g in groups for r in g.finish_reasons) / len(rewards),
     }
@@ -279,9 +279,12 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
     return metrics
 
 
-def _answers(group: Group) -> list[list[int]]:
-    tokens, ends = group.samples["response_tokens"].tolist(), list(itertools.accumulate(group.lengths))
-    return [tokens[end - length : end] for end, length in zip(ends, group.lengths, strict=True)]
+def _rows_of(group: Group) -> tuple[int, int]:
+    """`num_rows` of its main conversations."""
+    keys = prompt_keys(group.samples)
+    lengths: list[int] = group.samples["response_lengths"].tolist()
+    answers = group.samples["response_tokens"].split(lengths)
+    return num_rows([keys[main] for main in group.mains], [answers[main].tolist() for main in group.mains])
 
 
 def _readable(groups: Sequence[Group], limit: int, *, whole: int) -> list[tuple[int, int]]:

@@ -238,8 +238,8 @@ def test_metrics_describe_the_whole_batch_skipped_trajectories_too():
         "train/reward/mean": 1.0,
         "train/reward/std": 0.5**0.5,
         "train/sequences": 4.0,
-        "train/groups": 2.0,
-        "train/response_rows/total": 18.0,  # the answers of a group differ from their first token on
+        "train/response_rows/first": 4.0,
+        "train/response_rows/total": 20.0,  # each has a prompt of its own
         "train/response_tokens/mean": 5.0,
         "train/response_tokens/max": 8.0,
         "train/response_tokens/total": 20.0,
@@ -313,6 +313,18 @@ def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
     assert found[100] == found[101] == found[102] == -found[103] > 0
     assert int(batch.num_sequences) == 4
     assert groups[0].policy_versions() == (0, 3)
+
+
+def test_rows_are_counted_of_the_main_conversations_by_their_prompts():
+    def asked(prompt: int, response: list[int], **more) -> Trajectory:
+        made = trajectory(100, reward=0.0, response=len(response), **more)
+        return dataclasses.replace(made, prompt_tokens=[prompt], response_tokens=response)
+
+    aside = [trajectory(101, reward=0.0), trajectory(102, reward=0.0, response=7)]
+    attempts = [asked(1, [5, 6, 7], other_conversations=aside), asked(1, [5, 6, 8]), asked(2, [5, 6])]
+    metrics = assemble([Group.of(group_id=0, task_id="t", trajectories=attempts)]).metrics
+    assert metrics["train/response_rows/first"] == 2.0
+    assert metrics["train/response_rows/total"] == 3.0 + 2.0
 
 
 def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():

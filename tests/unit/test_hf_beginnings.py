@@ -15,8 +15,7 @@ from leeway.engines.hf_beginnings import Beginnings
 from leeway.engines.hf_cache import BlockPool
 from leeway.weights import Canary, CanaryPrompts, Manifest
 
-from .test_hf_decode import save
-from .test_hf_shared_rows import Counted
+from .test_hf_shared_rows import Counted, counted_in
 
 SYSTEM = [5, 9, 4, 12, 7, 6, 10, 13, 3, 8] * 4
 QUESTIONS = [[20, 21, 22], [20, 23], [24], [25] * 30, [20, 21, 22, 26]]
@@ -25,10 +24,7 @@ QUESTIONS = [[20, 21, 22], [20, 23], [24], [25] * 30, [20, 21, 22, 26]]
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counted]:
-    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    counted = Counted(save(tmp_path_factory.mktemp("beginnings") / "model", "qwen2", **sizes))
-    yield counted
-    counted.engine.shutdown()
+    yield from counted_in(tmp_path_factory.mktemp("beginnings"))
 
 
 def asked(counted: Counted, question: list[int], **how: Any) -> Any:
@@ -90,6 +86,13 @@ def test_answers_in_flight_read_it_once_after_a_load(counted: Counted, monkeypat
     assert [[a.tokens for a in own] for own in answers] == [[a.tokens for a in own] for own in expected]
     different = sum(len({tuple(a.tokens[:3]) for a in own}) for own in answers)
     assert counted.read == [len(SYSTEM) + 2, len(SYSTEM) + 2, 3 * different]
+
+
+def test_what_is_kept_is_nothing_that_passes_go_over(counted: Counted) -> None:
+    alone(counted, [20], n=3)
+    decoder, beginnings = counted.engine._decoder, counted.engine._beginnings
+    assert beginnings.num_blocks == decoder._waiting.num_used == 2
+    assert all(pool.num_used == 0 for pool in decoder._pools)
 
 
 def test_prompts_that_have_most_in_common_with_another_are_not_kept() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,12 +78,17 @@ class Counted:
         return [self.together(each)[0] for each in asked]
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counted]:
+def counted_in(folder: Path) -> Iterator[Counted]:
+    """With a model whose heads share keys."""
     sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    counted = Counted(save(tmp_path_factory.mktemp("shared") / "model", "qwen2", **sizes))
+    counted = Counted(save(folder / "model", "qwen2", **sizes))
     yield counted
     counted.engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counted]:
+    yield from counted_in(tmp_path_factory.mktemp("shared"))
 
 
 def num_different(answers: Sequence[SampledTokens]) -> int:

@@ -170,7 +170,7 @@ def batch_of(reward: float, tokens: float) -> dict[str, float]:
     return {
         "train/reward/mean": reward,
         "train/sequences": 8.0,
-        "train/groups": 2.0,
+        "train/response_rows/first": 2.0,
         "train/response_tokens/total": tokens,
         "train/response_rows/total": tokens / 5,
         "train/response_tokens/max": 9.0,

@@ -25,12 +25,18 @@ from leeway.shared_rows import num_rows, num_same
     ],
 )
 def test_those_that_differ_take_rows_of_their_own(answers: list[list[int]], rows: int) -> None:
-    assert num_rows(answers) == rows
+    assert num_rows("p" * len(answers), answers) == (bool(rows), rows)
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=8))
-def test_a_row_is_a_beginning_that_some_go_on_from(answers: list[list[int]]) -> None:
-    assert num_rows(answers) == len({tuple(answer[:k]) for answer in answers for k in range(len(answer))})
+def test_answers_to_other_prompts_share_nothing() -> None:
+    assert num_rows("pqp", [[5, 6], [5, 6], [5, 7]]) == (2, 4)
+
+
+@given(st.lists(st.tuples(st.sampled_from("pq"), st.lists(st.integers(0, 2), max_size=12)), max_size=8))
+def test_a_row_is_a_beginning_that_some_go_on_from(said: list[tuple[str, list[int]]]) -> None:
+    rows = {(prompt, *answer[:k]) for prompt, answer in said for k in range(len(answer))}
+    first = {row for row in rows if len(row) == 1}
+    assert num_rows([prompt for prompt, _ in said], [answer for _, answer in said]) == (len(first), len(rows))
 
 
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))

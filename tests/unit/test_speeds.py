@@ -44,6 +44,7 @@ class FakeCollector:
     said_between = 0
     keeps_prompts = False
     shares_rows = False
+    fails_first_together = False
 
     def __init__(self, length: int, clock: SimpleNamespace) -> None:
         self.length, self.clock, self.generated_s = length, clock, 0.0
@@ -59,6 +60,9 @@ class FakeCollector:
         assert all_may_fail
         if self.fails is not None and [t.task_id for t in tasks] == [self.fails]:
             self.failed.append(self.fails)
+            return []
+        if self.fails_first_together and len(tasks) > 1 and not self.failed:
+            self.failed.append("together")
             return []
         tokens = min(self.length, limit)
         self.asked.append((len(tasks), limit))
@@ -158,6 +162,13 @@ def test_answers_that_all_end_with_their_first_token_have_no_speed_of_further_on
     speeds, _, _ = measured(monkeypatch, settings(answers=4096), length=1)
     assert speeds.generate_s_per_token == speeds.generate_s_per_sequence == pytest.approx(PREFILL_S)
     assert speeds.serial_s_per_token == 0.0
+
+
+def test_of_several_measurements_one_whose_tasks_all_failed_is_not_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCollector, "fails_first_together", True)
+    speeds, (collector,), _ = measured(monkeypatch, settings(), length=5)
+    assert collector.failed == ["together"]
+    assert speeds.generate_s_per_token == pytest.approx((PREFILL_S + 4 * TOKEN_S) / 5)
 
 
 @pytest.mark.parametrize("answers", [8, 4096])
