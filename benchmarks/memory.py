@@ -91,7 +91,7 @@ def trainer_mb(stage: Any, vocab_size: int) -> float:
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     before = release_memory()
     trainer = Trainer(settings, rank=0, init_method=address, transport=Nowhere())  # type: ignore[arg-type]
-    num, response = config.train.max_tokens_per_microbatch // length, length - PROMPT
+    num, response = config.train.microbatch_tokens("cpu") // length, length - PROMPT
     for step in range(2):
         tokens = torch.randint(0, vocab_size, (num * length,))
         batch = Batch(

@@ -55,7 +55,7 @@ def _as_text(
         f"{model}: {shape.num_parameters / 1e9:,.2f} billion parameters, {config.model.dtype}, on {cluster}",
         f"{config.train.num_ranks} trainer ranks; {rollout.num_generators} engines of {need.devices_per_engine} GPUs; "
         f"sequences of up to {rollout.max_model_len:,} tokens; microbatches of "
-        f"{config.train.max_tokens_per_microbatch:,} tokens",
+        f"{config.train.microbatch_tokens(config.cluster.device):,} tokens",
     ]
     for place in places:
         if place.name == "devices":

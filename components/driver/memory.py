@@ -231,7 +231,7 @@ def logit_bytes(config: Config, shape: ModelShape) -> int:
 
 def microbatch_tokens(config: Config) -> int:
     """Of a pass: as many as allowed, but one sequence at least."""
-    return max(config.train.max_tokens_per_microbatch, config.rollout.max_model_len)
+    return max(config.train.microbatch_tokens(config.cluster.device), config.rollout.max_model_len)
 
 
 def _served_bytes(config: Config) -> int:

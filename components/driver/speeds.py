@@ -148,13 +148,14 @@ def _all_failed() -> PartFailed:
 def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Whole groups of them, at most a batch and about a microbatch per rank; repeated if there are too few."""
     size, ranks = _group_size(config), config.train.num_ranks
+    most = ranks * config.train.microbatch_tokens(config.cluster.device)
     num_groups, tokens = config.train.groups_per_step, 0
     batch: list[Trajectory] = []
     for i in range(num_groups):
         start = i * size % max(size, len(trajectories) // size * size)
         group = trajectories[start : start + size]
         tokens += sum(len(t.prompt_tokens) + len(t.response_tokens) for t in group)
-        if i >= ranks and tokens > ranks * config.train.max_tokens_per_microbatch:
+        if i >= ranks and tokens > most:
             break
         batch += group
     return batch

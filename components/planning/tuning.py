@@ -133,7 +133,7 @@ def _places(config: Config, s: Settings) -> list[Candidate]:
 
 def _passes(config: Config, c: Calibration) -> list[Candidate]:
     """Smaller passes of the trainer stay in caches, larger ones have fewer calls."""
-    s, own = c.settings, config.train.max_tokens_per_microbatch
+    s, own = c.settings, config.train.microbatch_tokens(config.cluster.device)
     in_batch = c.train_tokens(s.group_size) * s.groups_per_step / s.updates_per_batch / s.trainers
     sizes = [own // 4] if in_batch > own // 4 and own >= 4 * config.rollout.max_model_len else []
     sizes += [own * 4] if in_batch > own else []

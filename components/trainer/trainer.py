@@ -455,7 +455,7 @@ class Trainer:
         if len(batch.prompt_lengths):
             own = split_into_microbatches(
                 batch,
-                max_tokens=self._settings.train.max_tokens_per_microbatch,
+                max_tokens=self._settings.train.microbatch_tokens(self._settings.cluster.device),
                 packing=self._packing,
                 proximal_logprobs=proximal_logprobs,
                 reference_logprobs=reference_logprobs,

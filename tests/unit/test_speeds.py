@@ -135,7 +135,7 @@ def test_long_answers_are_cut_and_no_more_of_them_asked_for_than_fill_the_engine
     assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
     assert speeds.serial_s_per_token == pytest.approx(8 * TOKEN_S)
     assert (speeds.optim_s, speeds.weight_sync_s) == (0.125, 0.75)
-    assert given["tokens"] <= config.train.max_tokens_per_microbatch
+    assert given["tokens"] <= config.train.microbatch_tokens("cpu")
     assert speeds.train_s_per_token == pytest.approx(PASS_S / given["tokens"])
 
 
