@@ -146,7 +146,10 @@ def _all_failed() -> PartFailed:
 
 
 def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Whole groups of them, at most a batch and about a microbatch per rank; repeated if there are too few."""
+    """Whole groups of them, at most a batch and about a microbatch per rank; repeated if there are too few.
+
+    A microbatch as the trainer reads it: a pass that is less full than a run's takes longer for each of its tokens.
+    """
     size, ranks = _group_size(config), config.train.num_ranks
     most = ranks * config.train.microbatch_tokens(config.cluster.device)
     num_groups, tokens = config.train.groups_per_step, 0
@@ -154,11 +157,19 @@ def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajec
     for i in range(num_groups):
         start = i * size % max(size, len(trajectories) // size * size)
         group = trajectories[start : start + size]
-        tokens += sum(len(t.prompt_tokens) + len(t.response_tokens) for t in group)
+        tokens += _num_read(group, packs=config.train.packing == "auto")
         if i >= ranks and tokens > most:
             break
         batch += group
     return batch
+
+
+def _num_read(group: Sequence[Trajectory], *, packs: bool) -> int:
+    """Tokens of a group that the trainer reads: where it packs, a prompt and what answers begin with are read once."""
+    if not packs:
+        return sum(len(t.prompt_tokens) + len(t.response_tokens) for t in group)
+    prompts = [tuple(t.prompt_tokens) for t in group]
+    return sum(map(len, set(prompts))) + num_rows(prompts, [t.response_tokens for t in group])[1]
 
 
 async def _fastest(

@@ -135,7 +135,7 @@ def test_long_answers_are_cut_and_no_more_of_them_asked_for_than_fill_the_engine
     assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
     assert speeds.serial_s_per_token == pytest.approx(8 * TOKEN_S)
     assert (speeds.optim_s, speeds.weight_sync_s) == (0.125, 0.75)
-    assert given["tokens"] <= config.train.microbatch_tokens("cpu")
+    assert given["groups"] == 4096 // (PROMPT + PROBE_TOKENS), "a microbatch, in which a group's answers are one"
     assert speeds.train_s_per_token == pytest.approx(PASS_S / given["tokens"])
 
 
@@ -146,6 +146,16 @@ def test_short_answers_are_whole_and_as_many_as_the_run_has_under_way(monkeypatc
     mean = (PREFILL_S + 4 * TOKEN_S) / 5
     assert speeds.generate_s_per_sequence == speeds.generate_s_per_token == pytest.approx(mean)
     assert given["groups"] == config.train.groups_per_step, "a whole batch fits one pass"
+
+
+@pytest.mark.parametrize(("packing", "groups"), [("auto", 4096 // (PROMPT + 5)), ("padded", 4096 // (8 * (PROMPT + 5)))])
+def test_the_trainer_is_measured_with_a_pass_as_full_as_those_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, packing: str, groups: int
+) -> None:
+    """Otherwise its tokens are dearer than a run's, and its limit is easier to reach."""
+    config = settings(answers=8, **{"train.packing": packing, "train.groups_per_step": 1000})
+    _, _, given = measured(monkeypatch, config, length=5)
+    assert given["groups"] == groups
 
 
 def test_what_an_environment_says_is_not_generated(monkeypatch: pytest.MonkeyPatch) -> None:
