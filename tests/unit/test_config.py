@@ -845,3 +845,9 @@ def test_a_kind_of_plugin_without_a_builtin_one_says_how_to_name_ones_own(
     said = refused(minimal, *overrides)
     assert said.startswith(f"{key}: got '{overrides[-1].split('=')[1].strip('[]')}', expected \"pkg.mod:")
     assert f"write it like {key}=my_package.my_module:My" in said
+
+
+def test_passes_are_smaller_on_a_cpu_unless_their_size_is_given(minimal: str) -> None:
+    assert [load_config(minimal).train.microbatch_tokens(device) for device in ("cpu", "cuda")] == [4096, 16384]
+    own = load_config(minimal, ["train.max_tokens_per_microbatch=100"]).train
+    assert [own.microbatch_tokens(device) for device in ("cpu", "cuda")] == [100, 100]

@@ -60,6 +60,13 @@ def test_logprobs_and_entropy_are_those_of_transformers_on_each_sequence_alone(
         assert recorder.of(trajectories, i, "entropies") == pytest.approx(entropy.tolist(), abs=1e-5)
 
 
+def test_a_batch_is_parted_also_where_no_size_of_a_pass_is_given(make):
+    trainer = make(max_tokens_per_microbatch=None)
+    sizes = [microbatch.input_ids.numel() for microbatch in trainer._passes(batch_of(random_trajectories(0, 600)))]
+    assert len(sizes) > 1
+    assert 2048 < max(sizes) <= 4096
+
+
 @pytest.mark.slow
 def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
     for seed in range(30):
