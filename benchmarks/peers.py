@@ -23,7 +23,7 @@
 | lockstep_hf | the same, the engine on transformers |
 | bound1, bound2, bound4 | ours, vLLM, a lag of up to 1, 2, 4; each side has half of the cores |
 | hf | ours, the engine on transformers, a lag of up to 2 |
-| hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every other version |
+| hf4 | the same, a lag of up to 4: as many groups under way, weights pulled every third version |
 
 In bfloat16 TRL's and torchrl's weights and generation stay in float32, and passes of training are autocast; ours
 compute all in bfloat16 but for attention and the output head, with the optimizer's weights in float32. "Beside TRL" is
@@ -290,7 +290,7 @@ def overrides(
     if "hf" in system:
         given += ["rollout.engine.name=hf"]
     if system == "hf4":
-        given += ["staleness.target_policy_lag=2", "rollout.pull_every=2"]
+        given += ["staleness.target_policy_lag=2", "rollout.pull_every=3"]
     return given
 
 
