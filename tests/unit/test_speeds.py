@@ -148,7 +148,9 @@ def test_short_answers_are_whole_and_as_many_as_the_run_has_under_way(monkeypatc
     assert given["groups"] == config.train.groups_per_step, "a whole batch fits one pass"
 
 
-@pytest.mark.parametrize(("packing", "groups"), [("auto", 4096 // (PROMPT + 5)), ("padded", 4096 // (8 * (PROMPT + 5)))])
+@pytest.mark.parametrize(
+    ("packing", "groups"), [("auto", 4096 // (PROMPT + 5)), ("padded", 4096 // (8 * (PROMPT + 5)))]
+)
 def test_the_trainer_is_measured_with_a_pass_as_full_as_those_of_a_run(
     monkeypatch: pytest.MonkeyPatch, packing: str, groups: int
 ) -> None:
