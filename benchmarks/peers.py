@@ -290,7 +290,7 @@ def overrides(
     if "hf" in system:
         given += ["rollout.engine.name=hf"]
     if system == "hf4":
-        given += ["staleness.target_policy_lag=2", "rollout.pull_every=3"]
+        given += [f"rollout.max_groups_in_flight={2 * workload.groups}", "rollout.pull_every=3"]
     return given
 
 
