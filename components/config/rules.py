@@ -223,7 +223,7 @@ def adapters_are_possible(config: Config) -> None:
             got="keep",
             expected="recompute or off where model.lora is set: a trajectory ends under the version that it began "
             "with, so no cache is older than the weights that read it",
-            fix="leave it out",
+            fix="set staleness.in_flight=recompute",
         )
     if config.param_server.delta:
         raise ConfigError(
