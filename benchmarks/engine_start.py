@@ -19,7 +19,7 @@ import psutil
 
 BATCHES = ((32, 8, 16), (96, 8, 5), (1, 8, 40))
 """(requests, completions of each, tokens of each)."""
-OPTIONS = {"vllm": {"enforce_eager": True, "block_size": 32, "max_num_seqs": 256}}
+OPTIONS = {"vllm": {"enforce_eager": True, "max_num_seqs": 256}}
 
 
 def processor_s() -> float:

@@ -134,7 +134,7 @@ def engine(args: argparse.Namespace) -> Callable[[], object]:
                 device="cpu",
                 max_model_len=64,
                 seed=0,
-                options={"enforce_eager": True, "block_size": 32},
+                options={"enforce_eager": True},
                 cores=sorted(os.sched_getaffinity(0)),
                 kv_cache_gib=1.0,
                 initial_version=0,

@@ -101,7 +101,7 @@ async def measure(options: argparse.Namespace) -> int:
         engine = await VllmEngine.start(
             EngineSettings(
                 model_path=str(path), dtype="float32", device="cpu", max_model_len=128, seed=0,
-                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256},
+                options={"enforce_eager": True, "max_num_seqs": 256},
                 cores=options.cores, kv_cache_gib=1, initial_version=0,
             )
         )  # fmt: skip

@@ -191,7 +191,7 @@ async def measured(args: argparse.Namespace, folder: Path, dtype: str, head: str
     trainer = trainer_of(folder, prompts, dtype, head)
     options: dict[str, Any] = {"max_num_seqs": 64}
     if args.engine == "vllm":
-        options |= {"enforce_eager": True, "block_size": 32}
+        options |= {"enforce_eager": True}
     settings = EngineSettings(
         name=args.engine,
         model_path=str(folder),

@@ -386,7 +386,7 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
 async def table(args: argparse.Namespace, folder: Path, trainers: list[Trainers], num_ranks: int) -> None:
     options: dict[str, Any] = {"max_num_seqs": 256}
     if args.engine == "vllm":
-        options |= {"enforce_eager": True, "block_size": 32, "tensor_parallel_size": num_ranks}
+        options |= {"enforce_eager": True, "tensor_parallel_size": num_ranks}
     settings = EngineSettings(
         name=args.engine,
         model_path=str(folder / "model"),

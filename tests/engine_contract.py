@@ -43,7 +43,7 @@ OTHER_TEMPERATURE = "the same at a temperature at which logprobs are not divided
 class Publisher:
     """A float32 model that moves, and its publications."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hidden_size: int = 64) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.folder = folder
@@ -51,7 +51,7 @@ class Publisher:
         config = AutoConfig.for_model(
             "qwen2",
             vocab_size=VOCABULARY,
-            hidden_size=64,
+            hidden_size=hidden_size,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
@@ -122,10 +122,10 @@ class Publisher:
 class Served:
     """An engine with its weight sync, driven from tests that are not coroutines."""
 
-    def __init__(self, folder: Path, start: Callable[[EngineSettings], Engine]) -> None:
+    def __init__(self, folder: Path, start: Callable[[EngineSettings], Engine], *, hidden_size: int = 64) -> None:
         self._runner = asyncio.Runner()
         self.folder = folder
-        self.publisher = Publisher(folder)
+        self.publisher = Publisher(folder, hidden_size)
         self.engine: Any = start(engine_settings(folder))
 
     def run(self, coroutine: Any) -> Any:

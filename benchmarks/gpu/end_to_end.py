@@ -117,7 +117,7 @@ def run(
     ]
     if args.device == "cuda":
         share = args.gpu_memory or (0.8 if placement == "turns" else 0.4)
-        settings += [f"rollout.engine.gpu_memory_utilization={share}", "rollout.engine.block_size=null"]
+        settings += [f"rollout.engine.gpu_memory_utilization={share}"]
     elif placement == "turns":
         cores = len(os.sched_getaffinity(0))
         settings += [f"stages.async_rl.cluster.cpus_per_generator={cores}"]

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -25,6 +26,22 @@ class Hardware:
 def this_machine() -> Hardware:
     """The current machine, within the limits of its container."""
     return Hardware(cores=_cores(), num_gpus=_num_gpus(), memory_gib=_memory_gib())
+
+
+@cache
+def computes_bfloat16() -> bool:
+    """Whether this machine's processor multiplies bfloat16. Where it does not, that is emulated, many times slower."""
+    try:
+        return has_bfloat16(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return False
+
+
+def has_bfloat16(cpuinfo: str) -> bool:
+    """Whether the first processor in Linux's /proc/cpuinfo has AVX-512 BF16, AMX, or BF16 of ARM."""
+    lines = cpuinfo.splitlines()
+    listed = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(listed)
 
 
 def _cores() -> tuple[int, ...]:

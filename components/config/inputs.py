@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from ..section import Partial, Refused, Section
 from .effect import EVALUATION, EXPERIENCES, GENERATION, PAIRS, ROLLOUTS, TASKS, TRAINING, OnlyWith, for_source
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, Temperature
+from .hardware import computes_bfloat16
 from .paths import user_path
 from .plugins import EnvironmentName, RewardName, target
 
@@ -95,9 +96,11 @@ class ModelConfig(Section):
         description="folder with a Hugging Face model, a hub id (org/name), or the folder of a run: its newest weights",
     )
     init: ModelInit | None = Field(default=None, description="build a fresh tiny model instead of loading one")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16",
-        description="compute type of trainer and engine; in float16 they differ least, and the trainer scales its loss",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="compute type of trainer and engine; auto: bfloat16, but float32 where cluster.device is cpu and "
+        "the processor of the machine that starts the run has no instructions for bfloat16 (AVX-512 BF16, AMX); in "
+        "float16 they differ least, and the trainer scales its loss",
     )
     head_dtype: Annotated[Literal["float32"] | None, IN_HALF] = Field(
         default=None,
@@ -119,6 +122,21 @@ class ModelConfig(Section):
         default_factory=dict,
         description="what the template is given beside messages, e.g. {enable_thinking: false}",
     )
+
+
+def with_dtype(tree: Any) -> Any:
+    """`tree` (settings by section) with the type that `model.dtype: auto` stands for here."""
+    if not isinstance(tree, dict) or not isinstance(model := tree.get("model", {}), dict):
+        return tree
+    if model.get("dtype", "auto") != "auto":
+        return tree
+    cluster = tree.get("cluster", {})
+    on_cpu = (cluster.get("device") if isinstance(cluster, dict) else getattr(cluster, "device", None)) == "cpu"
+    if not on_cpu or computes_bfloat16():
+        return tree | {"model": model | {"dtype": "bfloat16"}}
+    # The whole model is in float32 then, its head too.
+    kept = {key: value for key, value in model.items() if (key, value) != ("head_dtype", "float32")}
+    return tree | {"model": kept | {"dtype": "float32"}}
 
 
 class TaskSource(Section):

@@ -13,7 +13,7 @@ from .algorithm import AlgorithmConfig, with_preset
 from .effect import GENERATION, GROUPS, JOBS, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
 from .engines import ADDRESS_ENGINE
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
-from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
+from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig, with_dtype
 from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .paths import folder_name, user_path
 from .plugins import use_folders
@@ -74,8 +74,8 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset_fills_in(cls, tree: Any) -> Any:
-        return with_preset(tree)
+    def _fill_in(cls, tree: Any) -> Any:
+        return with_dtype(with_preset(tree))
 
     _elsewhere: Literal["trainer", "generators"] | None = PrivateAttr(default=None)
     _references: dict[str, str] = PrivateAttr(default_factory=dict)

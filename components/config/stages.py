@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from ..failures import printable
 from .effect import recipe_reads
 from .errors import ConfigError, words
+from .hardware import computes_bfloat16
 from .keys import check_known
 from .layers import OF_A_SOURCE, apply_overrides, lay_over
 from .load import build_config, config_path, read_tree
@@ -90,14 +91,14 @@ def resolve_stages(
     if not selected:
         only = asked or find_recipe(DEFAULT)
         config = _config_alone(base, only, typed)
-        notes += _weights_note(base, config)
+        notes += (*_weights_note(base, config), *_dtype_note(base, config))
         return [Stage(name=only.label, recipe=only, config=config, dir=config.run_dir, notes=notes)]
     stages = []
     for name in selected:
         own = {key: value for key, value in trees[name].items() if key != "recipe"}
         laid = lay_over(base, own)
         config = build_config(laid, recipe=recipes[name], stage=name, stage_tree=own)
-        notes += _weights_note(laid, config) if name == selected[0] else ()
+        notes += (*_weights_note(laid, config), *_dtype_note(laid, config)) if name == selected[0] else ()
         stage_dir = config.run_dir / "stages" / name
         if not of_a_run:
             recipe_reads(config, recipes[name], {key for key, _ in settings_in(own, "")}, f"stages.{name}.{{}}".format)
@@ -161,6 +162,18 @@ def _weights_note(tree: Tree, config: Config) -> tuple[str, ...]:
     model = tree.get("model")
     asked, path = model.get("path") if isinstance(model, dict) else None, config.model.path
     return () if path is None or path == asked or "${" in str(asked) else (f"model.path: the newest weights, {path}",)
+
+
+def _dtype_note(tree: Tree, config: Config) -> tuple[str, ...]:
+    """What the first stage's type is, or costs, on a CPU without instructions for bfloat16."""
+    if config.cluster.device != "cpu" or computes_bfloat16():
+        return ()
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("dtype") == "auto":
+        return ("model.dtype: auto is float32 here: this processor has no instructions for bfloat16",)
+    if config.model.dtype == "bfloat16":
+        return ("model.dtype: this processor has no instructions for bfloat16; float32 is many times as fast",)
+    return ()
 
 
 def _shapes_the_run(key: str) -> bool:

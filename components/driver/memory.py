@@ -206,7 +206,7 @@ def kv_cache_bytes(config: Config, shape: ModelShape) -> int:
 
 def activation_bytes(config: Config, shape: ModelShape, computed: int) -> int:
     """Kept for the backward pass, of one microbatch; see docs/planning.md for what is counted."""
-    tokens = microbatch_tokens(config)
+    tokens = largest_pass(config)
     h, inner = shape.hidden_size, shape.inner_size
     attention = shape.num_heads * shape.head_dim
     keys = shape.num_kv_heads * shape.head_dim
@@ -220,7 +220,7 @@ def activation_bytes(config: Config, shape: ModelShape, computed: int) -> int:
 
 
 def logit_bytes(config: Config, shape: ModelShape) -> int:
-    tokens, chunk = microbatch_tokens(config), config.train.logprob_chunk_tokens
+    tokens, chunk = largest_pass(config), config.train.logprob_chunk_tokens
     logits = tokens * shape.vocab_size
     many = MANY_LOGITS if chunk is None else chunk * shape.vocab_size
     if logits > many:
@@ -229,8 +229,8 @@ def logit_bytes(config: Config, shape: ModelShape) -> int:
     return (WHOLE_ROW_COPIES if of_rows else LOGIT_COPIES) * 4 * logits
 
 
-def microbatch_tokens(config: Config) -> int:
-    """Of a pass: as many as allowed, but one sequence at least."""
+def largest_pass(config: Config) -> int:
+    """Tokens of a pass: as many as allowed, but one sequence at least."""
     return max(config.train.microbatch_tokens(config.cluster.device), config.rollout.max_model_len)
 
 
@@ -335,7 +335,7 @@ def remedies(config: Config, cluster: Cluster, fits: Callable[[Config], bool]) -
         *(("rollout.engine", "tensor_parallel_size", n) for n in (2, 4, 8) if ranks < n <= cluster.devices_per_host),
         *(("rollout.engine", "max_num_seqs", n) for n in (128, 64, 32) if n < at_once),
         *(("train", "num_ranks", n) for n in range(8, cluster.num_devices, 8) if n > config.train.num_ranks),
-        *(("train", "max_tokens_per_microbatch", n) for n in (8192, 4096) if n < microbatch_tokens(config)),
+        *(("train", "max_tokens_per_microbatch", n) for n in (8192, 4096) if n < largest_pass(config)),
         *(("param_server", "transport", "files"), ("train", "cpu_offload", True)),
         *([("train", "cpu_offload_reference", True)] if config.algorithm.kl.coef else []),
     ]

@@ -28,6 +28,7 @@ from ..transports.transport import DevicePlace, Place
 from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
 from .shards import left_out
+from .vllm_blocks import block_size
 from .vllm_versions import Versions, engine_arguments
 from .vllm_worker_env import MANIFEST
 
@@ -125,7 +126,10 @@ class VllmEngine:
                 # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's
                 # generator by an offset, which CPU generators do not have, and the engine dies.
                 args |= dict(enable_chunked_prefill=False)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | arguments)))
+        engine_args = AsyncEngineArgs(**(args | arguments))
+        if settings.device == "cpu" and engine_args.block_size is None:
+            engine_args.block_size = block_size(engine_args)
+        self._llm = AsyncLLM.from_engine_args(engine_args)
         vllm_config = self._llm.vllm_config
         head_dtype = str(vllm_config.model_config.head_dtype).removeprefix("torch.")
         if settings.head_dtype not in (None, head_dtype):

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from ..weights import Manifest, WeightSyncError
 from .shards import Part, PartsTaken
 from .slices import SLICE_S, ends_within
+from .vllm_blocks import allow_least_blocks
 from .vllm_memory import WorkerMemory
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed
@@ -394,3 +395,5 @@ def _num_loadable(layer: torch.nn.Module) -> int:
 
 die_with_parent()
 pin_to_cores()
+if current_platform.is_cpu():
+    allow_least_blocks()

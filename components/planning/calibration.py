@@ -28,6 +28,7 @@ from .predict import predict
 
 MIN_STEPS = 10
 _DEFAULT_BLOCK = 16
+"""vLLM's on a GPU; on a CPU 16 or 32, by the width of the heads (engines/vllm_blocks.py)."""
 _DEFAULT_BUDGET = 2048
 _MAX_ROLLOUT_FILES = 200
 Row = Mapping[str, Any]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import torch
 from leeway.collector.progress import EngineHung
 from leeway.config.sampling import kept_width
 from leeway.engines import vllm_worker_env
+from leeway.engines.vllm_blocks import block_size
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
@@ -28,7 +30,7 @@ from leeway.weights import Canary, WeightSyncError
 from ..engine_contract import TOLERANCE, EngineContract, Publisher, Served, check_masks
 from ..trainers import batch_of, free_address, random_trajectories, settings_of
 
-VLLM_OPTIONS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
+VLLM_OPTIONS = {"enforce_eager": True, "max_num_seqs": 64}
 NUM_KEPT = kept_width(9)
 pytestmark = pytest.mark.timeout(900)  # on a busy machine, an engine's start takes minutes
 
@@ -39,8 +41,9 @@ class ServedByVllm(Served):
     gap_at_start: float
     gap_after_a_load: float
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        super().__init__(folder, lambda settings: VllmEngine(replace(settings, **{"options": VLLM_OPTIONS, **changes})))
+    def __init__(self, folder: Path, *, hidden_size: int = 64, **changes: Any) -> None:
+        options = {"options": VLLM_OPTIONS, **changes}
+        super().__init__(folder, lambda settings: VllmEngine(replace(settings, **options)), hidden_size=hidden_size)
 
     def rpc(self, method: str, *args: Any) -> Any:
         """Call a method of the engine's own processes, and return the first one's answer; see `engine_saboteur`."""
@@ -110,6 +113,42 @@ def test_it_says_what_each_token_was_drawn_from(served: ServedByVllm, monkeypatc
     monkeypatch.setattr(served.engine, "_num_kept", NUM_KEPT)
     served.recover()
     check_masks(served)
+
+
+@pytest.mark.parametrize(("head_size", "block"), [(48, 16), (32, 32)])
+def test_answers_share_whole_blocks_of_their_prompt(
+    request: pytest.FixtureRequest, tmp_path: Path, head_size: int, block: int
+) -> None:
+    """Of 16 tokens where vLLM's kernel computes these, so that short prompts are shared too, and of 32 else."""
+    if head_size == 32:
+        served: ServedByVllm = request.getfixturevalue("served")
+    else:
+        served = ServedByVllm(tmp_path, hidden_size=2 * head_size)
+        request.addfinalizer(served.close)
+    served.recover()  # logprobs of scored prompts agree with the trainer's
+
+    async def cached(num_tokens: int) -> int | None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = []
+        for number in range(2):
+            prompt = {"prompt_token_ids": list(range(2, 2 + num_tokens)), "cache_salt": f"of {num_tokens}"}
+            outputs += [o async for o in served.engine._llm.generate(prompt, params, f"{num_tokens}-{number}")]
+        return outputs[-1].num_cached_tokens
+
+    assert [served.run(cached(n)) for n in (block, block + 2, 2 * block + 1)] == [0, block, 2 * block]
+
+
+@pytest.mark.parametrize("what", ["is_hybrid", "is_attention_free", "use_mla"])
+def test_vllm_chooses_the_blocks_of_what_is_not_plain_attention(what: str) -> None:
+    plain = {"is_hybrid": False, "is_attention_free": False, "use_mla": False, "dtype": torch.float32}
+    model = SimpleNamespace(**plain | {what: True}, get_head_size=lambda: 48)
+    args: Any = SimpleNamespace(create_model_config=lambda: model)
+    assert block_size(args) is None
+    setattr(model, what, False)
+    assert block_size(args) == 16
 
 
 MLP = "model.layers.0.mlp.gate_proj.weight"

@@ -110,7 +110,7 @@ def start_engine(folder: Path, ranks: int) -> VllmEngine:
             device="cpu",
             max_model_len=256,
             seed=0,
-            options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 16, "tensor_parallel_size": ranks},
+            options={"enforce_eager": True, "max_num_seqs": 16, "tensor_parallel_size": ranks},
             cores=[],
             kv_cache_gib=0.5,
         )
