@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from leeway.config import Config, Stage, find_recipe
+from leeway.config import Config, Stage, find_recipe, inputs
 from leeway.config.inputs import ModelInit
 from leeway.config.stages import plan_run
-from leeway.driver import models
+from leeway.driver import estimate, models
 from leeway.driver.estimate import _step_s, estimate_stage, memory_problem
 from leeway.driver.memory import processes_of
 from leeway.driver.models import ModelShape, longest_input, shape_of, shape_of_model
@@ -270,7 +270,7 @@ def stage_of(hidden: int, recipe: str = "async_rl") -> Stage:
     }  # fmt: skip
     config = Config.model_validate(
         {
-            "model": {"init": ModelInit(options=options).model_dump()},
+            "model": {"init": ModelInit(options=options).model_dump(), "dtype": "bfloat16"},
             "train": {"steps": 10},
             "cluster": {"device": "cpu"},
         }
@@ -289,7 +289,7 @@ def test_memory_holds_what_is_certain() -> None:
     from leeway.config import Hardware
 
     stage = stage_of(256)
-    estimate = estimate_stage(stage)
+    total = estimate_stage(stage).main_memory_bytes
     shape = shape_of(stage.config.model.init.options)  # type: ignore[union-attr]
     assert shape is not None
     # Trainer in float32: weights, gradients, two moments. In bfloat16: its copy to publish, the engine, the version on
@@ -297,7 +297,7 @@ def test_memory_holds_what_is_certain() -> None:
     in_passes = memory_of_passes(stage, shape)
     assert in_passes > 0
     held = shape.num_parameters * (4 + 4 + 8 + 2 + 2 + 2 + 2 + 2 * 2) + 2**30
-    assert estimate.main_memory_bytes == held + in_passes
+    assert total == held + in_passes
     machine = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
     assert memory_problem([stage], machine) == ""
     assert "expected more than the" in memory_problem([stage_of(32768)], machine)
@@ -343,11 +343,24 @@ def step_s(name: str, *overrides: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("measured", MEASURED.values(), ids=MEASURED.keys())
-def test_the_time_of_a_step_is_right_within_a_factor_of_two(measured: tuple[tuple[str, ...], float]) -> None:
+def test_the_time_of_a_step_is_right_within_a_factor_of_two(
+    measured: tuple[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, seconds = measured
+    for module in (inputs, estimate):  # where these were measured
+        monkeypatch.setattr(module, "computes_bfloat16", lambda: True)
     usual, most = step_s(*settings)
     assert usual / 2 <= seconds <= 2 * most
     assert usual <= most <= 4 * usual + 0.2, "a range says something"
+
+
+def test_a_type_that_a_processor_emulates_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    smollm2 = ("smollm2_135m", "model.path=./smollm2", "model.dtype=bfloat16")
+    monkeypatch.setattr(estimate, "computes_bfloat16", lambda: True)
+    [fast, _] = step_s(*smollm2)
+    monkeypatch.setattr(estimate, "computes_bfloat16", lambda: False)
+    [slow, _] = step_s(*smollm2)
+    assert slow > 10 * fast
 
 
 def test_a_groups_prompt_is_computed_once_and_each_answer_for_itself() -> None:
