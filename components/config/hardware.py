@@ -30,7 +30,10 @@ def this_machine() -> Hardware:
 
 @cache
 def computes_bfloat16() -> bool:
-    """Whether this machine's processor multiplies bfloat16. Where it does not, that is emulated, many times slower."""
+    """Whether this machine's processor multiplies bfloat16. Where it does not, that is emulated, many times slower.
+
+    False where the system does not say (there is no /proc/cpuinfo but on Linux).
+    """
     try:
         return has_bfloat16(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:

@@ -21,7 +21,7 @@ GENERATION_FLOPS = {"cpu": 5e10, "cuda": 2e13}
 IN_BFLOAT16 = 2.0
 """How many times as fast a core is that has it (AVX-512 BF16, AMX; measured with 135 million weights)."""
 IN_EMULATED_BFLOAT16 = 0.1
-"""The same of a core that has not: products took 7 times as long as in float32, those of gradients 23 times."""
+"""The same for a core that emulates it: products took 7 times as long as in float32, those of gradients 23 times."""
 # What an engine spends on a token besides, however small the model, and what a step costs however small it is.
 TOKEN_S = {"cpu": 1.25e-4, "cuda": 0.0}
 STEP_S = {"cpu": 0.2, "cuda": 0.0}
