@@ -1,13 +1,15 @@
 """One training run of a peer, for `peers.py`: TRL's GRPOTrainer, or a loop of torchrl's wrappers and GRPOLoss.
 
-    python benchmarks/peer_loops.py trl|torchrl SPEC.json OUT.jsonl
+    python benchmarks/peer_loops.py trl|trl_vllm|torchrl SPEC.json OUT.jsonl
 
 A line of OUT for each step: its seconds, generation and training together, and its sampled tokens; a line for each
-evaluation, whose time is in no step. Both use transformers to generate, on `threads` threads, in turn with training.
+evaluation, whose time is in no step. Generation and training take turns. On a CPU, and without `_vllm`, transformers
+generates. Passes of training hold all answers of a step on a CPU, about 32,768 tokens on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -64,7 +66,7 @@ class Record:
         for first in range(0, len(asked), 64):
             some = asked[first : first + 64]
             rows = self._tokenizer([q["prompt"] for q in some], return_tensors="pt", padding=True)
-            rows = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+            rows = {name: rows[name].to(self._model.device) for name in ("input_ids", "attention_mask")}
             with torch.no_grad():
                 full = self._model.generate(
                     **rows, do_sample=False, max_new_tokens=self._spec["max_tokens"], pad_token_id=PAD
@@ -85,7 +87,7 @@ def loaded(spec: dict[str, Any]) -> tuple[Any, Any]:
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(spec["seed"])
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32).to(spec["device"])
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.bos_token
     PAD = tokenizer.pad_token_id
@@ -112,8 +114,8 @@ def talked(
     for turn in range(spec["turns"]):
         rows = [p + a for p, a in zip(prompts, after, strict=True)]
         width = max(map(len, rows))
-        ids = torch.tensor([[PAD] * (width - len(r)) + r for r in rows])
-        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
+        ids = torch.tensor([[PAD] * (width - len(r)) + r for r in rows], device=model.device)
+        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=model.device)
         training = model.training
         model.eval()
         with torch.no_grad():
@@ -152,7 +154,7 @@ def talked(
 # ------------------------------------------------------------------------------------------------------------ TRL
 
 
-def trl(spec: dict[str, Any], out: str) -> None:
+def trl(spec: dict[str, Any], out: str, *, vllm: bool = False) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -178,16 +180,28 @@ def trl(spec: dict[str, Any], out: str) -> None:
             record.step(state.global_step, sampled[-1])
 
     size = spec["groups"] * spec["group_size"]
+    passes = 1 if spec["device"] == "cpu" else num_passes(size, spec["model_length"])
+    if vllm:
+        generation: dict[str, Any] = {"min_tokens": spec["min_tokens"]}
+        engine: dict[str, Any] = {
+            **{"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4},
+            # Without it TRL would compute all logprobs once more.
+            **{"vllm_max_model_length": spec["model_length"], "vllm_importance_sampling_correction": False},
+        }
+    else:
+        generation = {"max_new_tokens": spec["max_tokens"], "min_new_tokens": spec["min_tokens"]}
+        engine = {}
     config = GRPOConfig(
         output_dir=str(Path(out).parent / "trl"),
-        use_cpu=True,
+        use_cpu=spec["device"] == "cpu",
         bf16=spec["dtype"] == "bfloat16",
         max_steps=spec["steps"],
-        per_device_train_batch_size=size,
-        steps_per_generation=1,
+        per_device_train_batch_size=size // passes,
+        gradient_accumulation_steps=passes,
+        steps_per_generation=passes,
         num_generations=spec["group_size"],
-        max_completion_length=spec["turns"] * (spec["max_tokens"] + 8),
-        generation_kwargs={"max_new_tokens": spec["max_tokens"], "min_new_tokens": spec["min_tokens"]},
+        max_completion_length=spec["max_tokens"] if vllm else spec["turns"] * (spec["max_tokens"] + 8),
+        generation_kwargs=generation,
         temperature=1.0,
         top_k=0,
         beta=0.0,
@@ -205,6 +219,7 @@ def trl(spec: dict[str, Any], out: str) -> None:
         report_to=[],
         disable_tqdm=True,
         seed=spec["seed"],
+        **engine,
     )
     rows = Dataset.from_list([{"prompt": q["prompt"], "answer": q["answer"]} for q in spec["tasks"]])
     own: dict[str, Any] = {"rollout_func": rollout} if spec["turns"] > 1 else {}
@@ -218,6 +233,14 @@ def trl(spec: dict[str, Any], out: str) -> None:
         **own,
     )
     trainer.train()
+
+
+def num_passes(size: int, length: int, at_most: int = 32_768) -> int:
+    """Into how many equal parts `size` answers of up to `length` tokens are cut, none of more than `at_most` tokens."""
+    passes = 1
+    while passes < size and size // passes * length > at_most:
+        passes *= 2
+    return passes
 
 
 # -------------------------------------------------------------------------------------------------------- torchrl
@@ -251,14 +274,15 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
         asked = [q for q in order.sample(spec["tasks"], spec["groups"]) for _ in range(size)]
         prompts = [tokenizer(q["prompt"], add_special_tokens=False)["input_ids"] for q in asked]
         width = max(map(len, prompts))
-        rows = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+        rows = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts], device=model.device)
         after, own, logprobs = talked(spec, model, tokenizer, prompts)
         longest = max(map(len, after))
-        responses = torch.tensor([a + [PAD] * (longest - len(a)) for a in after])
-        mask = torch.tensor([o + [0] * (longest - len(o)) for o in own]).bool()
-        real = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in after]).bool()
+        responses = torch.tensor([a + [PAD] * (longest - len(a)) for a in after], device=model.device)
+        mask = torch.tensor([o + [0] * (longest - len(o)) for o in own], device=model.device).bool()
+        real = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in after], device=model.device).bool()
         texts = tokenizer.batch_decode([r[m].tolist() for r, m in zip(responses, real, strict=True)], True)
-        rewards = torch.tensor(rewards_of(spec, texts, [q["answer"] for q in asked])).view(-1, size)
+        rewards = torch.tensor(rewards_of(spec, texts, [q["answer"] for q in asked]), device=model.device)
+        rewards = rewards.view(-1, size)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
         full = torch.cat([rows, responses], 1)
         attention = torch.cat([rows != PAD, real], 1)
@@ -271,10 +295,10 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
             },
             batch_size=[len(full)],
         )
-        old = torch.zeros(full.shape)
+        old = torch.zeros(full.shape, device=model.device)
         old[:, width:] = torch.tensor([p + [0.0] * (longest - len(p)) for p in logprobs])
         batch["log_probs", "full"] = old
-        with torch.autocast("cpu", torch.bfloat16, enabled=spec["dtype"] == "bfloat16"):
+        with torch.autocast(spec["device"], torch.bfloat16, enabled=spec["dtype"] == "bfloat16"):
             total = loss_module(batch).loss_objective.sum()
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -285,4 +309,5 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
 
 if __name__ == "__main__":
     which, spec_file, out_file = sys.argv[1:]
-    {"trl": trl, "torchrl": torchrl}[which](json.loads(Path(spec_file).read_text(encoding="utf-8")), out_file)
+    loops = {"trl": trl, "trl_vllm": functools.partial(trl, vllm=True), "torchrl": torchrl}
+    loops[which](json.loads(Path(spec_file).read_text(encoding="utf-8")), out_file)

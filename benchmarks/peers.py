@@ -4,6 +4,7 @@
     python benchmarks/peers.py --workloads short --learn --pairs 3      # seconds to a held-out accuracy
     python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
     python benchmarks/peers.py --workloads long --systems trl:float32 hf4:bfloat16 --pairs 5
+    python benchmarks/peers.py --device cuda --workloads chat thousand --systems trl_vllm bound2 --model FOLDER
     python benchmarks/peers.py --show                                   # the table of all that was measured
     python benchmarks/peers.py --picture peers.png
 
@@ -14,10 +15,13 @@
 | even | 16 x 8 of 180 to 200 tokens | the same: nothing ends an answer before; our loss alone knows of that |
 | turns | 16 x 8 conversations of 3 turns, 0.5 s of environment after each | the same |
 | smollm2 | 8 x 8 of up to 24 tokens | SmolLM2-135M-Instruct, sums in chat form |
+| chat | 64 x 8 of up to 24 tokens | the same, for a GPU |
+| thousand | 16 x 8 of 1,000 tokens | the same model, for a GPU: nothing ends an answer before |
 
 | system | |
 |---|---|
 | trl | TRL's GRPOTrainer, transformers generates, all threads in turn |
+| trl_vllm | the same, vLLM generates in its process (`vllm_mode=colocate`); on a GPU only |
 | torchrl | torchrl's TransformersWrapper and GRPOLoss in a loop, all threads in turn |
 | lockstep | ours, lag 0, vLLM; engine and trainer take turns with all cores |
 | lockstep_hf | the same, the engine on transformers |
@@ -29,8 +33,9 @@ In bfloat16 TRL's and torchrl's weights and generation stay in float32, and pass
 compute all in bfloat16 but for attention and the output head, with the optimizer's weights in float32. "Beside TRL" is
 beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
 fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
-sampled every three seconds. Every result is kept in `OUT/peers.json`. A round takes a minute for each system; learning
-runs about two.
+sampled every three seconds. On one GPU (`--device cuda`) engine and trainer share it: lockstep in turns, the others at
+the same time (`cluster.placement`). Every result is kept in `OUT/peers.json`. A round takes a minute for each system;
+learning runs about two.
 """
 
 from __future__ import annotations
@@ -57,10 +62,13 @@ import psutil
 from quickstart_runs import HERE, warmed_up
 
 MARK = "LEEWAY_PEERS_RUN"
-PEERS = ("trl", "torchrl")
+PEERS = ("trl", "trl_vllm", "torchrl")
+NEEDS_GPU = ("trl_vllm",)
 SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4")
 DTYPES = ("float32", "bfloat16")
 DEADLINE_S = 900
+GPU_SHARE = 0.4
+"""Of the GPU's memory, for vLLM."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,22 @@ class Workload:
     environment_s: float = 0.0
     min_tokens: int = 0
 
+    @property
+    def is_short(self) -> bool:
+        """Whether all answers are finished sooner than their prompts would be read again."""
+        return self.max_tokens == 8
+
+    @property
+    def response_tokens(self) -> int:
+        """Of a whole conversation, at most."""
+        return self.turns * self.max_tokens + (self.turns - 1) * 8
+
+    @property
+    def model_length(self) -> int:
+        if self.model == "given":
+            return 104 + self.max_tokens
+        return 64 if self.is_short else 384
+
 
 WORKLOADS = {
     "short": Workload("warm", 64, 8, "exact_match", 3e-4, 25, learn_steps=80, target=0.70),
@@ -89,6 +113,8 @@ WORKLOADS = {
         environment_s=peer_parts.ENVIRONMENT_S,
     ),
     "smollm2": Workload("given", 8, 24, "last_number", 1e-5, 10, learn_steps=24, target=0.20),
+    "chat": Workload("given", 64, 24, "last_number", 1e-5, 25, learn_steps=80, target=0.40),
+    "thousand": Workload("given", 16, 1000, "peer_parts:digits", 1e-6, 8, min_tokens=1000),
 }
 
 
@@ -120,9 +146,11 @@ def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> No
     for number in range(args.pairs):
         for system, dtype in in_turns(args.systems, args.dtypes):
             label = f"{name}-{system}-{dtype}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
-            row = {"workload": name, "system": system, "dtype": dtype, "learn": args.learn} | one_run(
+            row = {"workload": name, "system": system, "dtype": dtype, "learn": args.learn, "device": args.device}
+            row |= one_run(
                 *(label, system, workload, model, files, out / "runs"),
                 **{"learn": args.learn, "threads": args.threads, "seed": number, "dtype": dtype},
+                device=args.device,
             )
             print(json.dumps(row), flush=True)
             kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -214,6 +242,7 @@ def one_run(
     threads: int,
     seed: int,
     dtype: str,
+    device: str,
 ) -> dict[str, Any]:
     steps = workload.learn_steps if learn else workload.steps
     every = max(1, steps // 8) if learn else 0
@@ -227,13 +256,14 @@ def one_run(
             **{"min_tokens": workload.min_tokens},
             **{"steps": steps, "threads": threads, "seed": seed, "eval_every": every, "reward": workload.reward},
             **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY, "dtype": dtype},
+            **{"device": device, "model_length": workload.model_length},
         }
         spec_file, lines = folder / f"{label}.json", folder / f"{label}.jsonl"
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
         env |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(HERE / "peer_loops.py"), system, str(spec_file), str(lines)]
     else:
-        own = {"steps": steps, "every": every, "threads": threads, "dtype": dtype}
+        own = {"steps": steps, "every": every, "threads": threads, "dtype": dtype, "device": device}
         options = [*overrides(system, workload, model, files, folder, label, **own), f"seed={seed}"]
         config = "smollm2_135m" if workload.model == "given" else "quickstart"
         command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
@@ -256,18 +286,23 @@ def overrides(
     every: int,
     threads: int,
     dtype: str,
+    device: str,
 ) -> list[str]:
     bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2, "hf4": 4}[system]
-    length = workload.turns * workload.max_tokens + (workload.turns - 1) * 8
     given = [
         *(f"model.dtype={dtype}", f"model.head_dtype={'null' if dtype == DTYPES[0] else 'float32'}"),
         *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
-        *(f"output_dir={folder}", "project=peers", f"name={label}", f"rollout.max_response_tokens={length}"),
+        *(
+            f"output_dir={folder}",
+            "project=peers",
+            f"name={label}",
+            f"rollout.max_response_tokens={workload.response_tokens}",
+        ),
         *(f"train.steps={steps}", f"train.groups_per_step={workload.groups}", f"optimizer.lr={workload.lr}"),
         *("optimizer.schedule=constant", "optimizer.warmup_steps=0", f"algorithm.group_size={workload.group_size}"),
         *(f"staleness.max_policy_lag={bound}", "eval.at_start=false", "eval.at_end=false", "monitor.console=off"),
         *("checkpoint.save_hf=never", "checkpoint.save_state=never", f"eval.every={every}"),
-        *(f"rollout.max_model_len={128 if workload.model == 'given' else 64 if workload.max_tokens == 8 else 384}",),
+        *(f"rollout.max_model_len={workload.model_length}", f"cluster.device={device}"),
         *([f"eval.path={files['heldout_file']}"] if every else []),
     ]
     if workload.model == "given":
@@ -282,11 +317,18 @@ def overrides(
         given += ["env.name=peer_parts:Talk"]
     else:
         given += [f"env.reward={workload.reward}"]
-    if workload.max_tokens > 8:
+    if not workload.is_short:
         given += ["staleness.in_flight=recompute"]
     if bound == 0:
         given += ["param_server.publish_every=1", "cluster.placement=turns"]
-        given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
+        if device == "cpu":
+            given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
+    if device == "cuda":
+        given += ["cluster.placement=together"] if bound else []
+        given += ["train.max_tokens_per_microbatch=null", "cluster.start_timeout_s=300"]
+        if "hf" not in system:
+            given += [f"rollout.engine.gpu_memory_utilization={GPU_SHARE}", "rollout.engine.enforce_eager=false"]
+            given += [f"rollout.engine.max_num_seqs={workload.groups * workload.group_size}"]
     if "hf" in system:
         given += ["rollout.engine.name=hf"]
     if system == "hf4":
@@ -467,7 +509,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     found = summed_up(rows)
     trl: dict[str, float] = {}  # in the type in which it is faster
     for r in found:
-        if r["system"].split()[0] == "trl":
+        if r["system"].split()[0] in ("trl", "trl_vllm"):
             trl[r["workload"]] = min(r["step_s"], trl.get(r["workload"], math.inf))
     for r in found:
         reached = to_accuracy(r["learned"], r["step_s"]) if r["learned"] else ""
@@ -521,10 +563,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     named = [*SYSTEMS, *(f"{system}:{dtype}" for system in SYSTEMS for dtype in DTYPES)]
     known = f"{', '.join(SYSTEMS)}; SYSTEM:TYPE runs in that type alone"
-    parser.add_argument("--systems", nargs="+", choices=named, default=list(SYSTEMS), metavar="SYSTEM", help=known)
+    parser.add_argument("--systems", nargs="+", choices=named, default=None, metavar="SYSTEM", help=known)
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
     parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what all systems compute on")
     types = "in which trainers and our engines compute, of systems that name none"
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[DTYPES[0]], help=types)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")
@@ -533,7 +576,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="results and runs (default: runs/peers)")
     parser.add_argument("--show", action="store_true", help="only print what was measured")
     parser.add_argument("--picture", type=Path, help="only draw what was measured")
-    return parser.parse_args()
+    args = parser.parse_args()
+    can_run = [system for system in SYSTEMS if args.device == "cuda" or system not in NEEDS_GPU]
+    args.systems = args.systems or can_run
+    if needs := [named for named in args.systems if named.partition(":")[0] not in can_run]:
+        parser.error(f"--systems: got {needs[0]}, expected one that runs on a CPU; add --device cuda, or leave it out")
+    return args
 
 
 if __name__ == "__main__":

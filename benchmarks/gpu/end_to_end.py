@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--response-tokens", type=int, default=RESPONSE)
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--compiled", action="store_true", help="vLLM with torch.compile and graphs, ours and alone")
     parser.add_argument("--gpu-memory", type=float, help="vLLM's share; default: 0.8 in turns, 0.4 together")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--bare", help=argparse.SUPPRESS)  # of this script's own process for vLLM alone
@@ -118,6 +119,7 @@ def run(
     if args.device == "cuda":
         share = args.gpu_memory or (0.8 if placement == "turns" else 0.4)
         settings += [f"rollout.engine.gpu_memory_utilization={share}"]
+        settings += [f"rollout.engine.enforce_eager={str(not args.compiled).lower()}"]
     elif placement == "turns":
         cores = len(os.sched_getaffinity(0))
         settings += [f"stages.async_rl.cluster.cpus_per_generator={cores}"]
@@ -156,7 +158,7 @@ def run(
 def own_process(args: argparse.Namespace, folder: Path) -> float | None:
     """vLLM alone, in a process that gives everything back."""
     command = [sys.executable, __file__, "--bare", str(folder), "--device", args.device, "--dtype", args.dtype]
-    command += ["--response-tokens", str(args.response_tokens)]
+    command += ["--response-tokens", str(args.response_tokens), *(["--compiled"] if args.compiled else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     said = [line for line in done.stdout.splitlines() if line.startswith('{"tokens_per_s"')]  # vLLM logs there too
     if not said:
@@ -176,7 +178,7 @@ def bare_vllm(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         dtype=args.dtype,
         max_model_len=args.response_tokens + 64,
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=not args.compiled,
         **({"gpu_memory_utilization": 0.8} if args.device == "cuda" else {}),
     )
     params = SamplingParams(n=GROUP_SIZE, max_tokens=args.response_tokens, ignore_eos=True, detokenize=False)

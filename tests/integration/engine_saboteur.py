@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,15 @@ def set_weight(layer: Any, weight: torch.Tensor) -> None:
     layer.weight = kept
 
 
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 class Saboteur(vllm_worker.WorkerExtension):
     def _layer(self: Any, module: str) -> Any:
         return vllm_worker.weights_of(self).model.get_submodule(module)
@@ -46,6 +56,14 @@ class Saboteur(vllm_worker.WorkerExtension):
         flat.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
         set_weight(layer, weight)
         return before
+
+    def heard_of_loads(self: Any) -> list[str]:
+        """What vLLM's loader has said since this was first called."""
+        loader = logging.getLogger(vllm_worker.initialize_layerwise_reload.__module__)
+        kept = next((handler for handler in loader.handlers if isinstance(handler, Kept)), None)
+        if kept is None:
+            loader.addHandler(kept := Kept())
+        return kept.said
 
     def without_kernels(self: Any, without: bool) -> None:
         """From the next load on, as on a CPU that has no packed kernel for the type: vLLM computes with plain weights.

@@ -188,6 +188,14 @@ def test_a_load_that_went_wrong_inside_the_engine_is_refused_by_name(
     served.recover()
 
 
+def test_a_load_in_place_raises_no_false_alarm(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, at every pull. Rotary embeddings have no weights that anybody could publish."""
+    monkeypatch.setattr(served.engine, "_double_buffer", False)
+    assert served.rpc("heard_of_loads") == []
+    served.give(*served.publisher.next())
+    assert served.rpc("heard_of_loads") == []
+
+
 def test_what_is_read_back_is_what_the_engine_computes_with(served: ServedByVllm) -> None:
     """A weight changed where the read-back looks changes the function: it does not look at a copy."""
     token = served.publisher.prompts.scored[0][2]
