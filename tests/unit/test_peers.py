@@ -93,12 +93,22 @@ def test_all_are_compared_with_trl_in_its_faster_type(peers: Any) -> None:
 
 
 @pytest.mark.parametrize("system", ["lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4"])
-@pytest.mark.parametrize("name", ["short", "long", "even", "turns", "smollm2"])
-def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "cpu") for name in ("short", "long", "even", "turns", "smollm2")),
+        ("chat", "cuda"),
+        ("thousand", "cuda"),
+    ],
+)
+def test_every_workload_is_one_that_our_side_takes(
+    peers: Any, name: str, device: str, system: str, tmp_path: Path
+) -> None:
     workload = peers.WORKLOADS[name]
     files = {"tasks_file": tmp_path / "tasks.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
-    own = {"steps": 12, "every": 3 * bool(workload.target), "threads": 2}
-    given = peers.overrides(system, workload, tmp_path, files, tmp_path, "label", **own, dtype="bfloat16")
+    own: dict[str, Any] = {"steps": 12, "every": 3 * bool(workload.target), "threads": 2}
+    own |= {"dtype": "bfloat16", "device": device}
+    given = peers.overrides(system, workload, tmp_path, files, tmp_path, "label", **own)
     sys.path.insert(0, str(BENCHMARKS))
     try:
         config = load_config("smollm2_135m" if workload.model == "given" else "quickstart", given)
@@ -111,7 +121,42 @@ def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
         system, 2
     )
-    assert (config.cluster.placement == "turns") == system.startswith("lockstep")
+    apart = "separate" if device == "cpu" else "together"  # there is one GPU
+    assert config.cluster.placement == ("turns" if system.startswith("lockstep") else apart)
+    assert config.cluster.device == device
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    assert name not in ("chat", "thousand") or length <= config.rollout.max_model_len
+
+
+def test_all_are_compared_with_trls_faster_engine(peers: Any) -> None:
+    rows = [row(system, s) | {"workload": "chat"} for system, s in (("trl", 3.0), ("trl_vllm", 1.0), ("bound2", 0.5))]
+    said = [[cell.strip() for cell in line.split("|")[2:6]] for line in peers.table(rows).splitlines()[2:]]
+    assert [cells[3] for cells in said] == ["0.33 x", "1.00 x", "2.00 x"]
+
+
+def test_trl_with_vllm_is_for_a_gpu(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers.py"])
+    assert "trl_vllm" not in peers.parse().systems
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--device", "cuda"])
+    assert "trl_vllm" in peers.parse().systems
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--systems", "trl_vllm:bfloat16"])
+    with pytest.raises(SystemExit):
+        peers.parse()
+    assert "got trl_vllm:bfloat16, expected one that runs on a CPU; add --device cuda" in capsys.readouterr().err
+
+
+def test_trl_on_a_gpu_trains_on_all_answers_in_equal_parts(peers: Any) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import peer_loops  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    for size, length in ((512, 128), (128, 1104), (96, 400), (8, 100_000)):
+        passes = peer_loops.num_passes(size, length)
+        assert size % passes == 0
+        assert passes == size or size // passes * length <= 32_768
 
 
 def test_a_round_has_each_system_in_its_own_type_or_in_all(peers: Any) -> None:
