@@ -40,9 +40,8 @@ class EngineOptions(Partial):
         """Whether answers to one prompt are one row of a pass until they differ."""
         return False
 
-    @property
-    def loads_ahead(self) -> bool:
-        """Whether an engine on a CPU holds a second copy of the weights."""
+    def loads_ahead(self, *, on_cpu: bool) -> bool:
+        """Whether an engine loads beside generation, into a second copy of the weights."""
         return False
 
     def slot_rank(self, rank: int) -> int:
@@ -76,17 +75,17 @@ class VllmOptions(EngineOptions):
     tensor_parallel_size: PositiveInt = Field(default=1, description="processes that share each matrix")
     pipeline_parallel_size: PositiveInt = Field(default=1, description="GPUs that share the layers")
     data_parallel_size: PositiveInt = Field(default=1, description="copies of the model in one engine")
-    double_buffer: bool = Field(
-        default=True, description="on a CPU: load beside generation, into a second copy of the weights"
+    double_buffer: bool | None = Field(
+        default=None,
+        description="load beside generation, into a second copy of the weights; null: on a CPU, not on a GPU",
     )
 
     @property
     def devices(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
-    @property
-    def loads_ahead(self) -> bool:
-        return self.double_buffer
+    def loads_ahead(self, *, on_cpu: bool) -> bool:
+        return on_cpu if self.double_buffer is None else self.double_buffer
 
     def slot_rank(self, rank: int) -> int:
         return min(size for size in SLOT_RANKS if size >= rank)
@@ -310,13 +309,6 @@ def _check_vllm(section: str, options: VllmOptions, *, on_cpu: bool) -> None:
             guess = nearest(option, known | VllmOptions.model_fields.keys())
             fix = f"nearest: {section}.{guess}" if guess else "leave it out"
             raise ConfigError(key, got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix)
-    if not on_cpu and "double_buffer" in options.model_fields_set:
-        raise ConfigError(
-            f"{section}.double_buffer",
-            got=options.double_buffer,
-            expected="nothing: it has an effect only where cluster.device is cpu",
-            fix="leave it out",
-        )
     for option in ("pipeline_parallel_size", "data_parallel_size"):
         if on_cpu and (value := getattr(options, option)) > 1:
             raise ConfigError(

@@ -184,12 +184,12 @@ def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, fo
     if follows and config.model.lora is not None:
         slot_rank = config.rollout.engine_options.slot_rank(config.model.lora.rank)
         device["adapters"] = arriving * derive(config).adapter_versions * slot_rank // config.model.lora.rank // ranks
+    if follows and config.rollout.engine_options.loads_ahead(on_cpu=not on_gpu) and config.model.lora is None:
+        device["loaded ahead"] = weights // ranks
     if on_gpu:
         device["KV cache"] = kv_cache_bytes(config, shape) // min(ranks, shape.num_kv_heads)
         device["bucket"] = _bucket_bytes(config, shape, served)
     else:
-        if follows and config.rollout.engine_options.loads_ahead and config.model.lora is None:
-            device["loaded ahead"] = weights // ranks
         device["KV cache"] = int(config.cluster.kv_cache_gib * GIB) // ranks
     if isinstance(config.rollout.engine_options, HfOptions) and config.model.head_dtype not in (None, served_type):
         device["output head, converted"] = MASTER_BYTES * shape.outer_parameters

@@ -2,7 +2,8 @@
 
 On a CPU vLLM packs each matrix for its kernels when it is loaded, which takes six times as long as copying it. Here
 that happens on a shadow of the model: modules of the same classes, with the same attributes and tensors of their own.
-The pause exchanges tensors and kernels. It costs one more copy of the weights.
+The pause exchanges tensors and kernels. On a GPU, where graphs hold on to addresses, it copies the tensors within the
+device. Either costs one more copy of the weights.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes of a module that its shadow does not share."""
 
 
-def can_be_shadowed(model: torch.nn.Module) -> bool:
-    """Whether all that vLLM makes of the weights lies in the modules themselves, and may lie elsewhere after a load.
+def graphs_may_hold_tensors() -> bool:
+    return not current_platform.is_cpu()
 
-    A GPU's graphs hold on to addresses, and the kernel of a mixture's experts to the layer it was made for.
+
+def can_be_shadowed(model: torch.nn.Module) -> bool:
+    """Whether all that vLLM makes of the weights lies in the modules themselves.
+
+    The kernel of a mixture's experts holds on to the layer it was made for.
     """
-    return current_platform.is_cpu() and all(map(_can_be_shadowed, model.modules()))
+    return all(map(_can_be_shadowed, model.modules()))
 
 
 def _can_be_shadowed(module: Any) -> bool:
@@ -52,12 +57,13 @@ def _can_be_shadowed(module: Any) -> bool:
 class ShadowModel:
     """`model` takes the weights: `model.load_weights(...)`, then `finish`. `swap` makes the real one compute with them.
 
-    Until `drop` it holds the tensors that the real one had before.
+    Until `drop` it holds the tensors that the real one had before, or has copied.
     """
 
     def __init__(self, model: Any) -> None:
         self._pairs: list[tuple[Any, Any]] = []
         self._exchanged: list[tuple[Any, Any, list[str], list[str]]] = []
+        self.copies = graphs_may_hold_tensors()
         self.model = self._shadow_of(model, {})
         for module, shadow in self._pairs:
             known, info = get_layerwise_info(module), get_layerwise_info(shadow)
@@ -86,8 +92,15 @@ class ShadowModel:
             made = [key for key, value in vars(shadow).items() if key not in OWN and vars(module).get(key) is not value]
             self._exchanged.append((module, shadow, loaded, made))
 
+    @property
+    def made(self) -> list[str]:
+        """Names of what the load made beside tensors, such as packed kernels."""
+        return sorted({key for *_, attributes in self._exchanged for key in attributes})
+
     def swap(self) -> None:
-        """In the pause: exchange the tensors and kernels of the two."""
+        """In the pause: exchange the tensors and kernels of the two, or copy the tensors where graphs hold them."""
+        if self.copies:
+            return self._copy()
         for module, shadow, tensors, attributes in self._exchanged:
             for name in tensors:
                 one, other = getattr(module, name), getattr(shadow, name)
@@ -96,6 +109,19 @@ class ShadowModel:
                 old = vars(module).get(key)
                 vars(module)[key] = vars(shadow)[key]
                 vars(shadow)[key] = old
+
+    def _copy(self) -> None:
+        """Returns when the device has done it, and all that was asked of it before."""
+        of_both = [
+            (getattr(module, name).data, getattr(shadow, name).data)
+            for module, shadow, tensors, _ in self._exchanged
+            for name in tensors
+        ]
+        for own, loaded in of_both:
+            assert own.shape == loaded.shape, f"a load made {tuple(loaded.shape)} of what was {tuple(own.shape)}"
+            own.copy_(loaded)
+        if own_device := next((own.device for own, _ in of_both if own.is_cuda), None):
+            torch.cuda.synchronize(own_device)
 
     def drop(self) -> None:
         """Let go of all tensors at once: modules and their loaders refer to each other."""

@@ -194,7 +194,7 @@ class EngineWeights:
         self._staged = Staged(folder, self._device)
         manifest = self._staged.manifest
         if ahead and not self._half_loaded and can_be_shadowed(self.model):
-            needed, free = ROOM * manifest.num_bytes / self._num_ranks, psutil.virtual_memory().available
+            needed, free = ROOM * manifest.num_bytes / self._num_ranks, free_bytes(self._device)
             if needed <= free:
                 self._shadow = ShadowModel(self.model)
                 self._filling = self._fill(self._shadow.model)
@@ -222,6 +222,10 @@ class EngineWeights:
         self._filling = None
         self._all_covered(self._shadow.model)
         self._shadow.finish()
+        if self._shadow.copies and self._shadow.made:
+            logger.warning("a load made %s: weights are loaded in the pause", ", ".join(self._shadow.made))
+            self._shadow.drop()
+            self._shadow = None
         return True
 
     @torch.no_grad()
@@ -327,6 +331,14 @@ class EngineWeights:
                 yield name, tensor
             for offset, size, stride in sorted(self.parts.get(name, ())):
                 yield name, tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a second copy of the weights may take on the device; what torch has taken and does not use counts."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from leeway.engines import vllm_worker
+from leeway.engines import vllm_shadow, vllm_worker
 from leeway.engines.vllm_readback import _is_packed, _shape
 
 
@@ -64,6 +64,32 @@ class Saboteur(vllm_worker.WorkerExtension):
         if kept is None:
             loader.addHandler(kept := Kept())
         return kept.said
+
+    def with_graphs(self: Any, has_graphs: bool, functions_too: bool = True) -> None:
+        """As on a GPU: a load may not replace a tensor, only what is in it.
+
+        `functions_too`: nor a layer's function. A CPU's for plain weights is a new one after each load, but the same.
+        """
+        vllm_shadow.graphs_may_hold_tensors = lambda: has_graphs
+        if not hasattr(Saboteur, "made"):
+            Saboteur.made = vllm_shadow.ShadowModel.made
+        vllm_shadow.ShadowModel.made = Saboteur.made if functions_too else property(lambda _: [])  # type: ignore[misc]
+
+    def address(self: Any, module: str) -> int:
+        return self._layer(module).weight.data_ptr()
+
+    def num_in_place(self: Any) -> int:
+        """How many loads were not made ahead since this was first called."""
+        weights = vllm_worker.weights_of(self)
+        if not hasattr(weights, "in_place"):
+            weights.in_place, load = 0, weights._load_in_place
+
+            def counted() -> None:
+                weights.in_place += 1
+                load()
+
+            weights._load_in_place = counted
+        return weights.in_place
 
     def without_kernels(self: Any, without: bool) -> None:
         """From the next load on, as on a CPU that has no packed kernel for the type: vLLM computes with plain weights.

@@ -230,6 +230,31 @@ def test_plain_weights_that_are_computed_with_are_read_as_they_lie(served: Serve
     assert not any(served.rpc("plain", module) for module in PACKED)
 
 
+def test_where_graphs_hold_tensors_a_load_ahead_leaves_them_where_they_are(served: ServedByVllm) -> None:
+    """As on a GPU. What is packed anew for its kernel cannot be copied, and is loaded in the pause."""
+    served.rpc("with_graphs", True)
+    assert served.rpc("num_in_place") == 0
+    served.recover()
+    assert served.rpc("num_in_place") == 1
+    served.rpc("without_kernels", True)
+    served.rpc("with_graphs", False)
+    served.recover()  # without packed weights
+    served.rpc("with_graphs", True, False)
+    at_first = [served.rpc("address", module) for module in COPIED]
+    for _ in range(2):
+        served.recover()  # a version with weights of its own, read back, and scored as the trainer scores it
+    assert [served.rpc("address", module) for module in COPIED] == at_first
+    assert served.rpc("num_in_place") == 1
+    served.rpc("with_graphs", False)
+    served.recover()
+    assert [served.rpc("address", module) for module in COPIED] != at_first
+    served.rpc("without_kernels", False)
+    served.recover()
+
+
+COPIED = [*PACKED, "model.embed_tokens", "model.norm"]
+
+
 def layer_of(name: str) -> str:
     return ".".join(name.split(".")[:3]) if ".layers." in name else name.rpartition(".")[0]
 

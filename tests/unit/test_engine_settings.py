@@ -53,9 +53,11 @@ def test_what_an_engine_does_not_take_is_refused_in_a_line(overrides: list[str],
     assert "\n" not in str(refused.value)
 
 
-def test_a_second_copy_of_the_weights_is_for_a_cpu() -> None:
-    with pytest.raises(ConfigError, match=r"double_buffer: got True, expected nothing: it has an effect only where"):
-        load_config("qwen2_5_3b_async_grpo", ["rollout.engine.double_buffer=true"])
+def test_a_second_copy_of_the_weights_is_for_a_cpu_unless_it_is_asked_for() -> None:
+    for overrides, on_cpu, on_gpu in (((), True, False), (["true"], True, True), (["false"], False, False)):
+        given = [f"rollout.engine.double_buffer={value}" for value in overrides]
+        options = load_config("quickstart", given).rollout.engine_options
+        assert (options.loads_ahead(on_cpu=True), options.loads_ahead(on_cpu=False)) == (on_cpu, on_gpu)
 
 
 def test_every_engine_of_the_table_is_there_and_only_vllm_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,13 @@ def test_a_model_beside_the_policy_is_shared_by_the_same_rules(tmp_path: Path) -
 
 
 def test_the_second_copy_of_the_weights_is_counted_and_can_be_left_out() -> None:
-    for overrides, counted in (([], True), (["rollout.engine.double_buffer=false"], False)):
+    ahead, gpu = "rollout.engine.double_buffer", "cluster.device=cuda"
+    for overrides, counted in (
+        ([], True),
+        ([f"{ahead}=false"], False),
+        ([gpu], False),
+        ([gpu, f"{ahead}=true"], True),
+    ):
         stage = plan_run("quickstart", "async_rl", overrides)[-1]
         (engine,) = [text for what, text in estimate_stage(stage).rows if what == "memory of an engine rank"]
         assert ("loaded ahead 3.6 MiB" in engine) == counted
