@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from ..collector.clock import RolloutClock
@@ -67,6 +68,8 @@ class VllmEngine:
         self._sleep_level = settings.sleep_level
         self._is_asleep = False
         self._num_loads = 0
+        self._closed_there: set[str] = set()
+        self._spare: _Spare | None = None
         self._cache_salt: str | None = None
         self._heard: dict[str, Heard] = {}
 
@@ -246,8 +249,26 @@ class VllmEngine:
         if on_device := [place for place in places if isinstance(place, DevicePlace)]:
             return self._stage_on_device(manifest, on_device)
         files = [place for place in places if isinstance(place, Path)]
-        name, buckets = shared.link_files(files) if files else shared.new_files(manifest.bucket_bytes)
-        return StagedWeights(manifest, buckets, lambda: shared.remove_files(name), name)
+        if files:
+            name, buckets = shared.link_files(files)
+            return StagedWeights(manifest, buckets, lambda: shared.remove_files(name), name)
+        # New memory costs four times as much as what is copied into it.
+        spare, self._spare = self._spare, None
+        if spare is not None and [bucket.nbytes for bucket in spare.buckets] != list(manifest.bucket_bytes):
+            shared.remove_files(spare.name)
+            spare = None
+        spare = spare or _Spare(*shared.new_files(manifest.bucket_bytes))
+        return StagedWeights(manifest, spare.buckets, functools.partial(self._leave, spare), spare.name)
+
+    def _leave(self, files: _Spare) -> None:
+        """For the next version, if the engine's process has closed them; else they stay as they are for its maps."""
+        if files.name not in self._closed_there or self._is_asleep:
+            self._shared_memory.remove_files(files.name)
+            return
+        self._closed_there.remove(files.name)
+        if self._spare is not None:
+            self._shared_memory.remove_files(self._spare.name)
+        self._spare = files
 
     def _stage_on_device(self, manifest: Manifest, places: Sequence[DevicePlace]) -> StagedWeights:
         """Nothing is opened in this process: its lease alone keeps the version until the engine's process has one."""
@@ -341,6 +362,9 @@ class VllmEngine:
         with self._calling():
             answers = await self._llm.collective_rpc("release_memory", args=(self._sleep_level,))
         self._is_asleep = True
+        if self._spare is not None:
+            self._shared_memory.remove_files(self._spare.name)
+            self._spare = None
         self.progress.pause()
         if failures := [failure for _, failure in answers if failure is not None]:
             raise EngineLost(f"the inference engine cannot sleep: {failures[0][1]}")
@@ -360,6 +384,7 @@ class VllmEngine:
             if names := left_out(staged.manifest.entries, await self._ask("parts_taken", staged.manifest)):
                 raise staged.manifest.error("load", f"the ranks together did not take all of {', '.join(names)}")
             self._none_left_out = True  # which part is whose never changes
+        self._closed_there.add(staged.name)
 
     async def _ask(self, method: str, manifest: Manifest, *args: Any) -> list[Any]:
         """The answers of all ranks. Raises WeightSyncError for the first that failed, EngineLost if one is gone."""
@@ -443,6 +468,14 @@ class VllmEngine:
             self._heard.pop(request_id, None)
         assert final is not None, "vLLM ended a request without an output"
         return final
+
+
+@dataclass(frozen=True)
+class _Spare:
+    """Files in shared memory that hold no version any more. `buckets`: uint8, mapped in this process."""
+
+    name: str
+    buckets: list[np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,50 @@ def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
     engine: Any = object.__new__(VllmEngine)
     engine._llm, engine._dead_error, engine.progress = llm, EOFError, Progress()
     engine._num_loads, engine._cache_salt, engine._double_buffer, engine._read_back = 0, None, True, True
-    engine._versions = None
+    engine._versions, engine._spare, engine._closed_there = None, None, set()
     engine._num_ranks, engine._none_left_out, engine._is_asleep = ranks, ranks == 1, False
-    engine._shared_memory = SharedFolder(folder)
+    engine._shared_memory, engine._sleep_level = SharedFolder(folder), 2
     return engine
 
 
 def manifest_of(*entries: TensorEntry) -> Manifest:
     return Manifest(3, [*entries], [], Canary(CanaryPrompts(scored=[], cached=[]), [], [], []), digest_of(entries))
+
+
+def test_memory_of_a_version_is_for_the_next_one_once_the_engine_has_closed_it(tmp_path):
+    engine = front(tmp_path, VllmOf())
+    sized = lambda *sizes: replace(manifest_of(), bucket_bytes=[*sizes])  # noqa: E731
+    files = lambda: sorted(p.name for p in engine._shared_memory.path.glob("*"))  # noqa: E731
+
+    first = engine.stage(sized(4096, 100))
+    asyncio.run(engine.read_back(first))
+    first.release()
+    again = engine.stage(sized(4096, 100))
+    assert (again.name, files()) == (first.name, [first.name])
+    assert all(a is b for a, b in zip(again.buckets, first.buckets, strict=True))
+
+    again.buckets[0][:] = 7
+    again.release()  # given up: the engine may read it still
+    other = engine.stage(sized(4096, 100))
+    assert other.name != again.name
+    assert (again.buckets[0] == 7).all()
+    assert not other.buckets[0].any()
+
+    held = engine.stage(sized(4096, 100))  # beside one that is kept, as differences need it
+    for staged in (other, held):
+        asyncio.run(engine.read_back(staged))
+    other.release()
+    assert engine.stage(sized(4096, 100)).name == other.name
+    held.release()
+    smaller = engine.stage(sized(4096))
+    assert smaller.name != held.name
+    assert held.name not in files()
+
+    asyncio.run(engine.read_back(smaller))
+    smaller.release()
+    asyncio.run(engine.sleep(in_flight="off"))
+    assert smaller.name not in files(), "an engine that sleeps keeps nothing"
+    engine._shared_memory.remove()
 
 
 def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own(tmp_path):
