@@ -252,7 +252,7 @@ class VllmEngine:
         if files:
             name, buckets = shared.link_files(files)
             return StagedWeights(manifest, buckets, lambda: shared.remove_files(name), name)
-        # New memory costs four times as much as what is copied into it.
+        # To make new pages takes longer than to copy into them.
         spare, self._spare = self._spare, None
         if spare is not None and [bucket.nbytes for bucket in spare.buckets] != list(manifest.bucket_bytes):
             shared.remove_files(spare.name)
@@ -261,7 +261,7 @@ class VllmEngine:
         return StagedWeights(manifest, spare.buckets, functools.partial(self._leave, spare), spare.name)
 
     def _leave(self, files: _Spare) -> None:
-        """For the next version, if the engine's process has closed them; else they stay as they are for its maps."""
+        """To the next version, if the engine's process has closed them; what it may still read is removed."""
         if files.name not in self._closed_there or self._is_asleep:
             self._shared_memory.remove_files(files.name)
             return
