@@ -66,6 +66,7 @@ PEERS = ("trl", "trl_vllm", "torchrl")
 NEEDS_GPU = ("trl_vllm",)
 SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4")
 DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 DEADLINE_S = 900
 GPU_SHARE = 0.4
 """Of the GPU's memory, for vLLM."""
@@ -478,17 +479,19 @@ def cpu_seconds(label: str) -> float:
 
 
 def summed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each workload, type and system: medians over its rounds."""
+    """One row for each workload, device, type and system: medians over its rounds."""
     found = []
-    for name, dtype, system in itertools.product(WORKLOADS, DTYPES, SYSTEMS):
-        own = [r for r in rows if (r["workload"], dtype_of(r), r["system"]) == (name, dtype, system)]
+    for name, device, dtype, system in itertools.product(WORKLOADS, DEVICES, DTYPES, SYSTEMS):
+        run = name, device, dtype, system
+        own = [r for r in rows if (r["workload"], r.get("device", "cpu"), dtype_of(r), r["system"]) == run]
         timed = [r for r in own if not r["learn"]]
         if not timed:
             continue
         row = {k: statistics.median(r[k] for r in timed) for k in ("step_s", "cpu_s", "tokens", "peak_gib")}
         spread = [r["step_s"] for r in timed]
         found.append(
-            {"workload": name, "system": system if dtype == DTYPES[0] else f"{system} {dtype}", "dtype": dtype}
+            {"workload": name if device == "cpu" else f"{name} on a GPU"}
+            | {"system": system if dtype == DTYPES[0] else f"{system} {dtype}", "dtype": dtype}
             | {"rounds": len(timed), "low": min(spread), "high": max(spread)}
             | row
             | {"learned": [r for r in own if r["learn"]]}
@@ -542,7 +545,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     found = summed_up(rows)
-    names = [name for name in WORKLOADS if any(r["workload"] == name for r in found)]
+    names = list(dict.fromkeys(r["workload"] for r in found))
     figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3.4), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         own = [r for r in found if r["workload"] == name]
@@ -567,7 +570,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
     parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what all systems compute on")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="what all systems compute on")
     types = "in which trainers and our engines compute, of systems that name none"
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[DTYPES[0]], help=types)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")

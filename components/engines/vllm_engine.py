@@ -68,7 +68,7 @@ class VllmEngine:
         self._sleep_level = settings.sleep_level
         self._is_asleep = False
         self._num_loads = 0
-        self._closed_there: set[str] = set()
+        self._lent: dict[str, bool] = {}  # names of files that hold a version: whether the engine's process closed them
         self._spare: _Spare | None = None
         self._cache_salt: str | None = None
         self._heard: dict[str, Heard] = {}
@@ -258,14 +258,15 @@ class VllmEngine:
             shared.remove_files(spare.name)
             spare = None
         spare = spare or _Spare(*shared.new_files(manifest.bucket_bytes))
+        self._lent[spare.name] = False
         return StagedWeights(manifest, spare.buckets, functools.partial(self._leave, spare), spare.name)
 
     def _leave(self, files: _Spare) -> None:
         """To the next version, if the engine's process has closed them; what it may still read is removed."""
-        if files.name not in self._closed_there or self._is_asleep:
+        is_closed = self._lent.pop(files.name)
+        if not is_closed or self._is_asleep:
             self._shared_memory.remove_files(files.name)
             return
-        self._closed_there.remove(files.name)
         if self._spare is not None:
             self._shared_memory.remove_files(self._spare.name)
         self._spare = files
@@ -384,7 +385,8 @@ class VllmEngine:
             if names := left_out(staged.manifest.entries, await self._ask("parts_taken", staged.manifest)):
                 raise staged.manifest.error("load", f"the ranks together did not take all of {', '.join(names)}")
             self._none_left_out = True  # which part is whose never changes
-        self._closed_there.add(staged.name)
+        if staged.name in self._lent:
+            self._lent[staged.name] = True
 
     async def _ask(self, method: str, manifest: Manifest, *args: Any) -> list[Any]:
         """The answers of all ranks. Raises WeightSyncError for the first that failed, EngineLost if one is gone."""

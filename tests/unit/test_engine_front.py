@@ -90,7 +90,7 @@ def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
     engine: Any = object.__new__(VllmEngine)
     engine._llm, engine._dead_error, engine.progress = llm, EOFError, Progress()
     engine._num_loads, engine._cache_salt, engine._double_buffer, engine._read_back = 0, None, True, True
-    engine._versions, engine._spare, engine._closed_there = None, None, set()
+    engine._versions, engine._spare, engine._lent = None, None, {}
     engine._num_ranks, engine._none_left_out, engine._is_asleep = ranks, ranks == 1, False
     engine._shared_memory, engine._sleep_level = SharedFolder(folder), 2
     return engine
@@ -133,6 +133,12 @@ def test_memory_of_a_version_is_for_the_next_one_once_the_engine_has_closed_it(t
     smaller.release()
     asyncio.run(engine.sleep(in_flight="off"))
     assert smaller.name not in files(), "an engine that sleeps keeps nothing"
+    (tmp_path / "bucket").write_bytes(b"weights")
+    linked = engine.stage(sized(7), [tmp_path / "bucket"])
+    asyncio.run(engine.read_back(linked))
+    linked.release()
+    assert linked.name not in files(), "another's memory is not for the next version"
+    assert len(engine._lent) == 1, "what was released is forgotten"  # one is still staged
     engine._shared_memory.remove()
 
 

@@ -134,6 +134,15 @@ def test_all_are_compared_with_trls_faster_engine(peers: Any) -> None:
     assert [cells[3] for cells in said] == ["0.33 x", "1.00 x", "2.00 x"]
 
 
+def test_what_ran_on_a_gpu_is_compared_with_what_ran_there(peers: Any) -> None:
+    rows = [row("trl", 2.0), row("hf", 1.0), row("trl", 0.4, device="cuda"), row("hf", 0.1, device="cuda")]
+    said = [[cell.strip() for cell in line.split("|")[1:6]] for line in peers.table(rows).splitlines()[2:]]
+    assert [(cells[0], cells[1], cells[4]) for cells in said] == [
+        *(("short", "trl", "1.00 x"), ("short", "hf", "2.00 x")),
+        *(("short on a GPU", "trl", "1.00 x"), ("short on a GPU", "hf", "4.00 x")),
+    ]
+
+
 def test_trl_with_vllm_is_for_a_gpu(
     peers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
