@@ -116,6 +116,11 @@ def _kind_of_sync(settings: EngineSettings, numbers: Derived) -> Callable[..., W
     return functools.partial(AdapterSync, max_versions=numbers.adapter_versions)
 
 
+YOUNG_OBJECTS = 20_000, 10, 10
+"""Python's own 700 are what a few groups in flight hold: its collections took a twentieth of this process's time, and
+found nothing."""
+
+
 class CollectorActor(Watched):
     """A process for one engine, and for one run after the other on it.
 
@@ -156,6 +161,7 @@ class CollectorActor(Watched):
         # What the engine and torch have loaded stays: each collection would walk it, a fifth of this process's time.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*YOUNG_OBJECTS)
         LoopWatch()
         logger.info("the engine is ready, in process %s", ", ".join(map(str, engine.process_ids() or [os.getpid()])))
         return {

@@ -45,6 +45,7 @@ class _Request:
 
 class Progress:
     """`num_sequences` are inside the engine; of those `num_waiting` have no token yet; all hold `num_tokens` of cache.
+    `num_ended` got their last token so far.
 
     `on_less` is called whenever one of these has become smaller.
     """
@@ -59,6 +60,7 @@ class Progress:
         self.num_sequences = 0
         self.num_waiting = 0
         self.num_tokens = 0.0
+        self.num_ended = 0
         self.on_less: Callable[[], None] = lambda: None
         self._behind: set[str] = set()
         self._all_caught_up = asyncio.Event()
@@ -143,6 +145,7 @@ class Progress:
                 self.num_tokens -= request.begun.pop(s.sequence_id)
                 request.num_left -= 1
                 self.num_sequences -= 1
+                self.num_ended += 1
                 if request.clock is not None:
                     request.clock.num_sequences -= 1
         if self._behind:

@@ -332,9 +332,10 @@ class VllmEngine:
             # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
             # again after a load that went wrong, and by another run on this engine.
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
-            with self._calling():
-                await self._llm.update_weight_version(str(manifest.policy_version))
-                await self._llm.resume_generation()
+            with self._calling():  # in one go: the engine takes calls in order, and waits for no turn of this process
+                await asyncio.gather(
+                    self._llm.update_weight_version(str(manifest.policy_version)), self._llm.resume_generation()
+                )
             self.progress.resume()
         return LoadTimes(ahead_s=asked - started, drain_s=stopped - asked, pause_s=time.monotonic() - stopped)
 
@@ -373,7 +374,8 @@ class VllmEngine:
 
     async def _pause(self, in_flight: str) -> None:
         with self._calling():
-            await self._llm.pause_generation(
+            # vLLM's own `pause_generation` also sleeps for 20 ms, for outputs that nobody here has to see before.
+            await self._llm.engine_core.pause_scheduler_async(
                 mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
             )
 

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,10 @@ class WeightedSum:
     weights: Mapping[str, float]
 
     async def __call__(self, task: Task, text: str, completion: Completion | None = None) -> float:
-        return (await self.parts(task, text, completion)).reward
+        return (await score(self, task, text, completion)).reward
 
-    async def parts(self, task: Task, text: str, completion: Completion | None) -> Score:
-        values = await all_or_none(_value(f, task, text, completion) for f in self.functions.values())
+    def of(self, values: Sequence[float]) -> Score:
+        """`values`: of its functions, in order."""
         named = dict(zip(self.functions, values, strict=True))
         metrics = {f"rewards/{short_name(name)}": value for name, value in named.items()}
         metrics |= _exact_match(self.functions.values(), values)
@@ -57,10 +58,32 @@ async def score(reward: AnyReward | WeightedSum, task: Task, text: str, completi
     A function with a parameter `completion` is given it (its tokens, its finish_reason). Raises RuntimeError naming the
     function and the task when it raises or returns no finite number.
     """
+    [alone] = await _scores(reward, task, [(text, completion)])
+    return alone
+
+
+async def score_each(reward: AnyReward | WeightedSum, task: Task, completions: Sequence[Completion]) -> list[Score]:
+    """`score` of each of these. Those that have to be waited for are waited for together; the first that fails ends
+    the others.
+    """
+    return await _scores(reward, task, [(c.text, c) for c in completions])
+
+
+async def _scores(
+    reward: AnyReward | WeightedSum, task: Task, answers: Sequence[tuple[str, Completion | None]]
+) -> list[Score]:
+    functions = list(reward.functions.values()) if isinstance(reward, WeightedSum) else [reward]
+    asked = [(function, task, text, completion) for text, completion in answers for function in functions]
+    # Most functions just answer: a task of its own for each would cost more than they do.
+    given = [_at_once(*call) for call in asked]
+    waiting = [_late(call, value) for call, value in zip(asked, given, strict=True) if not isinstance(value, float)]
+    if waiting:
+        late = iter(await all_or_none(waiting))
+        given = [value if isinstance(value, float) else next(late) for value in given]
+    rows = [given[i : i + len(functions)] for i in range(0, len(given), len(functions))]
     if isinstance(reward, WeightedSum):
-        return await reward.parts(task, text, completion)
-    value = await _value(reward, task, text, completion)
-    return Score(value, _exact_match([reward], [value]))
+        return [reward.of(row) for row in rows]
+    return [Score(value, _exact_match(functions, [value])) for [value] in rows]
 
 
 def says_right(reward: AnyReward | WeightedSum) -> bool:
@@ -86,25 +109,57 @@ def short_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-async def _value(reward: AnyReward, task: Task, text: str, completion: Completion | None) -> float:
-    name = getattr(_function(reward), "__name__", type(reward).__name__)
-    more = {"completion": completion} if _takes_completion(reward) else {}
-    call: Any = functools.partial(reward, task, text, **more)
+def _at_once(reward: AnyReward, task: Task, text: str, completion: Completion | None) -> Any:
+    """The number that a function gives which just answers; what it gave, if that has to be awaited; None for one that
+    was not called, because it is async or takes long.
+    """
+    if _is_async(reward) or _is_blocking(reward, task):
+        return None
+    with _named(reward, task):
+        value = reward(task, text, **_more(reward, completion))
+    return value if inspect.isawaitable(value) else _number(value, reward, task)
+
+
+async def _late(call: tuple[AnyReward, Task, str, Completion | None], given: Any) -> float:
+    reward, task, text, completion = call
+    with _named(reward, task):
+        if given is None and _is_blocking(reward, task):
+            given = await asyncio.to_thread(reward, task, text, **_more(reward, completion))
+        elif given is None:
+            given = reward(task, text, **_more(reward, completion))
+        if inspect.isawaitable(given):
+            given = await given
+    return _number(given, reward, task)
+
+
+@contextmanager
+def _named(reward: AnyReward, task: Task) -> Iterator[None]:
+    """Whatever the function raises, as a RuntimeError that names it."""
     try:
-        value = await asyncio.to_thread(call) if _is_blocking(reward, task) else call()
-        if inspect.isawaitable(value):
-            value = await value
+        yield
     except BaseException as error:
         if not ended_by_own_code(error):
             raise
-        raise RuntimeError(f"reward {name} failed on task {task.task_id}: {type(error).__name__}: {error}") from error
+        said = f"reward {_name(reward)} failed on task {task.task_id}: {type(error).__name__}: {error}"
+        raise RuntimeError(said) from error
+
+
+def _number(value: Any, reward: AnyReward, task: Task) -> float:
     try:
         number = float(value)
     except Exception:  # of whatever it is
         number = math.nan
     if not math.isfinite(number):
-        raise NoNumber(f"reward {name} gave {value!r:.60} on task {task.task_id}; expected a finite number")
+        raise NoNumber(f"reward {_name(reward)} gave {value!r:.60} on task {task.task_id}; expected a finite number")
     return number
+
+
+def _name(reward: AnyReward) -> str:
+    return getattr(_function(reward), "__name__", type(reward).__name__)
+
+
+def _more(reward: AnyReward, completion: Completion | None) -> dict[str, Any]:
+    return {"completion": completion} if _takes_completion(reward) else {}
 
 
 def _exact_match(rewards: Iterable[AnyReward], values: Iterable[float]) -> dict[str, float]:
@@ -120,6 +175,12 @@ def _function(reward: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _takes_completion(reward: AnyReward) -> bool:
     return "completion" in inspect.signature(reward).parameters
+
+
+@functools.lru_cache(maxsize=64)
+def _is_async(reward: AnyReward) -> bool:
+    function = _function(reward)
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
 
 
 def _is_blocking(reward: AnyReward, task: Task) -> bool:

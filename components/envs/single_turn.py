@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..config.environments import SingleTurnOptions
 from ..types import Task, Trajectory
-from .base import Environment, Policy, all_or_none
+from .base import Environment, Policy
 from .rewards import AnyReward, resolve_reward
-from .scoring import WeightedSum, score
+from .scoring import WeightedSum, score_each
 
 
 class SingleTurn(Environment):
@@ -28,7 +28,7 @@ class SingleTurn(Environment):
         """One request for `policy.group_size` completions; metrics: those of the reward's `Score`."""
         prompt_tokens = policy.encode(task.prompt)
         completions = await policy.generate(prompt_tokens, n=policy.group_size)
-        scores = await all_or_none(score(self._reward, task, c.text, c) for c in completions)
+        scores = await score_each(self._reward, task, completions)
         return [
             Trajectory.from_completion(
                 prompt_tokens,

@@ -40,8 +40,11 @@ class Sequence:
 class PlayedEngine(FakeEngine):
     """`answer_s(index)`: passes that a completion takes. `hangs`: no pass ends any more. `loses`: these requests."""
 
-    def __init__(self, places: int, answer_s: Callable[[int], int] = lambda index: ANSWER_S) -> None:
+    def __init__(
+        self, places: int, answer_s: Callable[[int], int] = lambda index: ANSWER_S, pass_s: float = 1.0
+    ) -> None:
         super().__init__()
+        self.pass_s = pass_s
         loop = asyncio.get_running_loop()
         self.progress, self.places = Progress(loop.time), places
         self.answer_s = answer_s
@@ -93,7 +96,7 @@ class PlayedEngine(FakeEngine):
             self.used_s.append(len(self.running))
             self.most_waiting = max(self.most_waiting, len(self.waiting))
             worked_on = list(self.running)
-            await asyncio.sleep(1)
+            await asyncio.sleep(self.pass_s)
             if self.hangs:
                 continue
             for s in worked_on:
@@ -120,13 +123,13 @@ SETTINGS: dict[str, Any] = {
 
 def played(
     scenario: Callable[[Any, asyncio.Task[None]], Awaitable[None]], environment: Any = None, *, places: int = 32,
-    answer_s: Callable[[int], int] = lambda index: ANSWER_S, **changes: Any,
+    answer_s: Callable[[int], int] = lambda index: ANSWER_S, pass_s: float = 1.0, **changes: Any,
 ) -> Any:  # fmt: skip
     """Run `scenario` beside a collector on a played engine, at virtual time."""
     return play(
         scenario,
         environment,
-        engine=lambda: PlayedEngine(places, answer_s),
+        engine=lambda: PlayedEngine(places, answer_s, pass_s),
         loop=VirtualClock,
         limit_s=1e7,
         **(SETTINGS | changes),
@@ -165,6 +168,13 @@ def test_groups_in_flight_follow_the_places_of_the_engine():
     assert (rig.slots.retried_ids, rig.slots.failures) == ([], {})
     assert rig.engine.most_waiting <= 8
     assert rig.engine.use(before=-ANSWER_S) > 0.98
+
+
+def test_short_answers_wait_in_the_queue_so_that_no_place_is_empty():
+    """An answer takes 0.08 s, and what comes in its place 0.06 s: nearly twice as many as there are places."""
+    rig = to_the_end(Thinks(0.06), groups=400, places=64, answer_s=lambda index: 4, pass_s=0.02)
+    assert rig.engine.use(after=40, before=-10) > 0.9
+    assert 32 < rig.engine.most_waiting <= 64 + 8
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from leeway.config.inputs import EnvConfig
 from leeway.envs import SingleTurn, build_environment
 from leeway.envs.rewards import exact_match
+from leeway.envs.scoring import WeightedSum
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.types import NO_VERSION, Completion, Task
@@ -78,6 +79,42 @@ def test_async_rewards_run_together():
 
     _, trajectories = rollout(SingleTurn(reward=waits_for_the_others), *["46"] * 8, group_size=8)
     assert [t.reward for t in trajectories] == [1.0] * 8
+
+
+def test_a_function_that_returns_what_is_awaited_runs_with_the_others():
+    together = asyncio.Barrier(3)
+
+    async def waits(answer):
+        await asyncio.wait_for(together.wait(), 200)
+        return float(answer)
+
+    _, trajectories = rollout(SingleTurn(reward=lambda task, text: waits(text)), "4", "5", "6")
+    assert [t.reward for t in trajectories] == [4.0, 5.0, 6.0]
+
+
+def test_rewards_that_just_answer_need_no_task_of_their_own():
+    seen = set()
+
+    def plain(task, text):
+        seen.add(asyncio.current_task())
+        return 1.0
+
+    async def alone():
+        await SingleTurn(reward=plain).rollout(TASK, ScriptedPolicy("4", "5", "6", group_size=3))
+        assert seen == {asyncio.current_task()}
+
+    asyncio.run(alone())
+
+
+def test_a_sum_of_rewards_pairs_each_value_with_its_answer():
+    async def late(task, text):
+        await asyncio.sleep(0)
+        return 10.0 * float(text)
+
+    reward = WeightedSum({"plain": lambda task, text: float(text), "late": late}, {"plain": 1.0, "late": 2.0})
+    _, trajectories = rollout(SingleTurn(reward=reward), "4", "5", "6")
+    assert [t.reward for t in trajectories] == [84.0, 105.0, 126.0]
+    assert [t.metrics for t in trajectories] == [{"rewards/plain": v, "rewards/late": 10 * v} for v in (4.0, 5.0, 6.0)]
 
 
 def test_blocking_reward_does_not_stop_the_loop():
