@@ -14,7 +14,7 @@ COMPONENTS = ROOT / "components"
 
 LAYERS = [
     {"types", "samples", "sampling_masks", "group", "train_batch", "versions", "weights"}
-    | {"failures", "integrity", "redaction", "section", "importing", "lazy", "shared_rows", "spans"},
+    | {"failures", "garbage", "integrity", "redaction", "section", "importing", "lazy", "shared_rows", "spans"},
     {"algorithms"},
     {"config", "monitor"},
     {"tasks", "envs", "transports"},

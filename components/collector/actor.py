@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from ..config.inputs import EvalSampling
 from ..config.model_files import model_config, of_the_text
 from ..envs.registry import build_environment
 from ..failures import PartFailed, Watched, as_text
+from ..garbage import settle
 from ..importing import not_loading
 from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
@@ -116,11 +116,6 @@ def _kind_of_sync(settings: EngineSettings, numbers: Derived) -> Callable[..., W
     return functools.partial(AdapterSync, max_versions=numbers.adapter_versions)
 
 
-YOUNG_OBJECTS = 20_000, 10, 10
-"""Python's own 700 are what a few groups in flight hold: its collections took a twentieth of this process's time, and
-found nothing."""
-
-
 class CollectorActor(Watched):
     """A process for one engine, and for one run after the other on it.
 
@@ -158,10 +153,7 @@ class CollectorActor(Watched):
             raise PartFailed(self.role, f"the engine did not start: {cause}", tail(self._log_file)) from None
         self._current = CollectorRun(config, engine, self._settings, name=self._name, **others)
         self._requests = OpenRequests(engine)
-        # What the engine and torch have loaded stays: each collection would walk it, a fifth of this process's time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*YOUNG_OBJECTS)
+        settle()
         LoopWatch()
         logger.info("the engine is ready, in process %s", ", ".join(map(str, engine.process_ids() or [os.getpid()])))
         return {
@@ -196,15 +188,24 @@ class CollectorActor(Watched):
 
     @as_text
     async def sample(self, name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens] | None:
-        """See `OpenRequests.sample`. Begun when a version is verified, answered when every version in it is."""
-        await self._run.weight_sync.until_verified(0)
-        async with self._run.weight_sync.one_version() as version:
-            if version is not None:
-                sampling["version"] = version
-            sampled = await self._requests.sample(name, prompt_tokens, **sampling)
-        if sampled:
-            await self._run.weight_sync.until_verified(max(v for s in sampled for v in s.policy_versions))
-        return sampled
+        """See `OpenRequests.sample`. Begun when a version is verified, answered when every version in it is.
+
+        What was sampled before a load that went wrong came to light is sampled again: the same version may be proven
+        later, by another load. None where somebody has heard of it on the way: it has to be asked for again.
+        """
+        sync = self._run.weight_sync
+        while True:
+            await sync.until_verified(0)
+            quarantines = sync.num_quarantines
+            async with sync.one_version() as version:
+                under = {} if version is None else {"version": version}
+                sampled = await self._requests.sample(name, prompt_tokens, **sampling, **under)
+            if sampled:
+                await sync.until_verified(max(v for s in sampled for v in s.policy_versions))
+            if not sampled or sync.num_quarantines == quarantines:
+                return sampled
+            if sampling["listens"]:
+                return None
 
     async def heard(self, name: str, within_s: float) -> list[Piece]:
         return await self._requests.heard(name, within_s=within_s)

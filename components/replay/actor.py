@@ -17,6 +17,7 @@ from ..config import Config, derive
 from ..config.inputs import EvalSampling
 from ..config.model_files import model_config
 from ..failures import Watched, as_text
+from ..garbage import settle
 from ..group import Group
 from ..jobs.fit import must_be_equal
 from ..jobs.folder import Meeting
@@ -236,7 +237,9 @@ class ReplayBufferActor(Watched):
     @as_text
     async def start(self) -> dict[str, Any]:
         started = {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
-        return started | await self._start_operators()
+        started |= await self._start_operators()
+        settle()
+        return started
 
     async def _start_operators(self) -> dict[str, Any]:
         if self._pool is None:

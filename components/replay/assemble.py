@@ -281,10 +281,9 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
 
 def _rows_of(group: Group) -> tuple[int, int]:
     """`num_rows` of its main conversations."""
-    keys = prompt_keys(group.samples)
-    lengths: list[int] = group.samples["response_lengths"].tolist()
-    answers = group.samples["response_tokens"].split(lengths)
-    return num_rows([keys[main] for main in group.mains], [answers[main].tolist() for main in group.mains])
+    keys, tokens = prompt_keys(group.samples), group.samples["response_tokens"].tolist()
+    at = starts(group.samples["response_lengths"].tolist())
+    return num_rows([keys[main] for main in group.mains], [tokens[at[main] : at[main + 1]] for main in group.mains])
 
 
 def _readable(groups: Sequence[Group], limit: int, *, whole: int) -> list[tuple[int, int]]:

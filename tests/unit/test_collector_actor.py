@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from leeway.collector import actor as actor_module
 from leeway.collector.actor import CollectorActor
+from leeway.collector.engine import SampledTokens
 from leeway.config import load_config
 from leeway.failures import PartFailed
 from leeway.runtime.launch import engine_settings
@@ -31,11 +34,32 @@ class Silent:
 @pytest.fixture
 def actor(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CollectorActor:
     monkeypatch.setattr(actor_module, "LoopWatch", lambda: None)
-    monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr(actor_module, "settle", lambda: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "here")
     config = load_config("quickstart", [f"model.path={model_path}", *OVERRIDES])
     settings = engine_settings(config, cores=[], initial_version=None)
     return CollectorActor(settings, role="generator-0", log_file=tmp_path / "log", log_level="INFO")
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_what_refused_weights_sampled_is_sampled_again(actor: CollectorActor, listens: bool) -> None:
+    """A load goes wrong while a served request is answered, and its version is proven by the next load."""
+    sync = SimpleNamespace(num_quarantines=0, one_version=lambda: nullcontext(None))
+    asked: list[bool] = []
+
+    async def until_verified(version: int) -> None: ...
+
+    async def sample(name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens]:
+        asked.append(sampling["listens"])
+        sync.num_quarantines = 1
+        return [SampledTokens([len(asked)], [-1.0], [3], "stop")]
+
+    sync.until_verified = until_verified
+    actor._current = cast(Any, SimpleNamespace(weight_sync=sync))
+    actor._requests = cast(Any, SimpleNamespace(sample=sample))
+    answer = asyncio.run(actor.sample("a", [1], listens=listens))
+    assert answer is None if listens else [s.tokens for s in answer or ()] == [[2]]
+    assert len(asked) == 2 - listens
 
 
 @pytest.mark.slow
