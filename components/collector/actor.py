@@ -153,6 +153,7 @@ class CollectorActor(Watched):
             raise PartFailed(self.role, f"the engine did not start: {cause}", tail(self._log_file)) from None
         self._current = CollectorRun(config, engine, self._settings, name=self._name, **others)
         self._requests = OpenRequests(engine)
+        self._quarantines_before: dict[str, int] = {}  # by open request
         settle()
         LoopWatch()
         logger.info("the engine is ready, in process %s", ", ".join(map(str, engine.process_ids() or [os.getpid()])))
@@ -194,21 +195,34 @@ class CollectorActor(Watched):
         later, by another load. None where somebody has heard of it on the way: it has to be asked for again.
         """
         sync = self._run.weight_sync
-        while True:
-            await sync.until_verified(0)
-            quarantines = sync.num_quarantines
-            async with sync.one_version() as version:
-                under = {} if version is None else {"version": version}
-                sampled = await self._requests.sample(name, prompt_tokens, **sampling, **under)
-            if sampled:
-                await sync.until_verified(max(v for s in sampled for v in s.policy_versions))
-            if not sampled or sync.num_quarantines == quarantines:
-                return sampled
-            if sampling["listens"]:
-                return None
+        try:
+            while True:
+                await sync.until_verified(0)
+                self._quarantines_before[name] = quarantines = sync.num_quarantines
+                async with sync.one_version() as version:
+                    under = {} if version is None else {"version": version}
+                    sampled = await self._requests.sample(name, prompt_tokens, **sampling, **under)
+                if sampled:
+                    await sync.until_verified(max(v for s in sampled for v in s.policy_versions))
+                if not sampled or sync.num_quarantines == quarantines:
+                    return sampled
+                if sampling["listens"]:
+                    return None
+        finally:
+            self._quarantines_before.pop(name, None)
 
+    @as_text
     async def heard(self, name: str, within_s: float) -> list[Piece]:
-        return await self._requests.heard(name, within_s=within_s)
+        """See `OpenRequests.heard`. Told when every version in it is verified; a request under weights that were
+        refused ends, and nothing more is heard of it.
+        """
+        pieces, sync = await self._requests.heard(name, within_s=within_s), self._run.weight_sync
+        if pieces:
+            await sync.until_verified(max(version for *_, version in pieces))
+            if self._quarantines_before.get(name, sync.num_quarantines) != sync.num_quarantines:
+                self._requests.end(name)
+                return []
+        return pieces
 
     async def end(self, name: str) -> None:
         self._requests.end(name)

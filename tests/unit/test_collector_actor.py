@@ -41,25 +41,96 @@ def actor(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return CollectorActor(settings, role="generator-0", log_file=tmp_path / "log", log_level="INFO")
 
 
-@pytest.mark.parametrize("listens", [False, True])
-def test_what_refused_weights_sampled_is_sampled_again(actor: CollectorActor, listens: bool) -> None:
-    """A load goes wrong while a served request is answered, and its version is proven by the next load."""
-    sync = SimpleNamespace(num_quarantines=0, one_version=lambda: nullcontext(None))
-    asked: list[bool] = []
+class Sync:
+    """Weights of version 3 are proven when `proven` is set."""
 
-    async def until_verified(version: int) -> None: ...
+    def __init__(self) -> None:
+        self.num_quarantines = 0
+        self.proven = asyncio.Event()
 
-    async def sample(name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens]:
-        asked.append(sampling["listens"])
-        sync.num_quarantines = 1
-        return [SampledTokens([len(asked)], [-1.0], [3], "stop")]
+    def one_version(self) -> Any:
+        return nullcontext(None)
 
-    sync.until_verified = until_verified
+    async def until_verified(self, version: int) -> None:
+        if version == 3:
+            await self.proven.wait()
+
+
+class Asked:
+    """A request of which one token is drawn under version 3, and which ends when `ends` is set."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ends, self.was_ended = asyncio.Event(), False
+
+    async def sample(self, name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens] | None:
+        self.count += 1
+        await self.ends.wait()
+        return None if self.was_ended else [SampledTokens([self.count], [-1.0], [3], "stop")]
+
+    async def heard(self, name: str, *, within_s: float) -> list[Any]:
+        return [(0, [self.count], [-1.0], 3)]
+
+    def end(self, name: str) -> None:
+        self.was_ended = True
+        self.ends.set()
+
+
+def served(actor: CollectorActor) -> tuple[Sync, Asked]:
+    sync, asked = Sync(), Asked()
     actor._current = cast(Any, SimpleNamespace(weight_sync=sync))
-    actor._requests = cast(Any, SimpleNamespace(sample=sample))
-    answer = asyncio.run(actor.sample("a", [1], listens=listens))
-    assert answer is None if listens else [s.tokens for s in answer or ()] == [[2]]
-    assert len(asked) == 2 - listens
+    actor._requests = cast(Any, asked)
+    actor._quarantines_before = {}
+    return sync, asked
+
+
+def test_what_refused_weights_sampled_for_a_client_is_sampled_again(actor: CollectorActor) -> None:
+    """A load goes wrong while a request is answered, and its version is proven by the next load."""
+
+    async def asks() -> None:
+        sync, asked = served(actor)
+        answering = asyncio.ensure_future(actor.sample("a", [1], listens=False))
+        await asyncio.sleep(0)
+        sync.num_quarantines = 1
+        sync.proven.set()
+        asked.ends.set()
+        answer = await answering
+        assert answer is not None
+        assert [s.tokens for s in answer] == [[2]]
+
+    asyncio.run(asks())
+
+
+def test_a_client_hears_of_tokens_once_their_weights_are_proven(actor: CollectorActor) -> None:
+    async def listens() -> None:
+        sync, asked = served(actor)
+        answering = asyncio.ensure_future(actor.sample("a", [1], listens=True))
+        hearing = asyncio.ensure_future(actor.heard("a", 1.0))
+        await asyncio.sleep(0.01)
+        assert not hearing.done()
+        sync.proven.set()
+        assert await hearing == [(0, [1], [-1.0], 3)]
+        asked.ends.set()
+        assert await answering is not None
+
+    asyncio.run(listens())
+
+
+def test_a_client_hears_nothing_of_tokens_whose_weights_are_refused(actor: CollectorActor) -> None:
+    """Their version is proven by the next load, but they are of the one before."""
+
+    async def listens() -> None:
+        sync, asked = served(actor)
+        answering = asyncio.ensure_future(actor.sample("a", [1], listens=True))
+        hearing = asyncio.ensure_future(actor.heard("a", 1.0))
+        await asyncio.sleep(0)
+        sync.num_quarantines = 1
+        sync.proven.set()
+        assert await hearing == []
+        assert await answering is None
+        assert asked.count == 1
+
+    asyncio.run(listens())
 
 
 @pytest.mark.slow
