@@ -200,13 +200,13 @@ class CollectorActor(Watched):
                 await sync.until_verified(0)
                 self._quarantines_before[name] = quarantines = sync.num_quarantines
                 async with sync.one_version() as version:
-                    under = {} if version is None else {"version": version}
+                    under: dict[str, Any] = {} if version is None else {"version": version}
                     sampled = await self._requests.sample(name, prompt_tokens, **sampling, **under)
                 if sampled:
                     await sync.until_verified(max(v for s in sampled for v in s.policy_versions))
                 if not sampled or sync.num_quarantines == quarantines:
                     return sampled
-                if sampling["listens"]:
+                if sampling["listens"] or name not in self._quarantines_before:  # ended meanwhile: nobody waits for it
                     return None
         finally:
             self._quarantines_before.pop(name, None)
@@ -216,15 +216,17 @@ class CollectorActor(Watched):
         """See `OpenRequests.heard`. Told when every version in it is verified; a request under weights that were
         refused ends, and nothing more is heard of it.
         """
-        pieces, sync = await self._requests.heard(name, within_s=within_s), self._run.weight_sync
+        sync, quarantines = self._run.weight_sync, self._quarantines_before.get(name)  # it may have ended below
+        pieces = await self._requests.heard(name, within_s=within_s)
         if pieces:
             await sync.until_verified(max(version for *_, version in pieces))
-            if self._quarantines_before.get(name, sync.num_quarantines) != sync.num_quarantines:
+            if sync.num_quarantines != quarantines:
                 self._requests.end(name)
                 return []
         return pieces
 
     async def end(self, name: str) -> None:
+        self._quarantines_before.pop(name, None)
         self._requests.end(name)
 
     @as_text

@@ -74,7 +74,8 @@ class Room:
         while now - self._ended[0][0] > RATE_OVER_S and len(self._ended) > 2:
             self._ended.popleft()
         since, before = self._ended[0]
-        return int((total - before) / max(now - since, REFILL_S) * REFILL_S)
+        # A wave of long answers, which may end within a moment, is no rate.
+        return int((total - before) / max(now - since, RATE_OVER_S) * REFILL_S)
 
     def _num_young(self) -> int:
         now = asyncio.get_running_loop().time()

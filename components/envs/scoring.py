@@ -75,7 +75,14 @@ async def _scores(
     functions = list(reward.functions.values()) if isinstance(reward, WeightedSum) else [reward]
     asked = [(function, task, text, completion) for text, completion in answers for function in functions]
     # Most functions just answer: a task of its own for each would cost more than they do.
-    given = [_at_once(*call) for call in asked]
+    given: list[Any] = []
+    try:
+        for call in asked:
+            given.append(_at_once(*call))
+    except BaseException:
+        for value in given:
+            _drop(value)
+        raise
     waiting = [_late(call, value) for call, value in zip(asked, given, strict=True) if not isinstance(value, float)]
     if waiting:
         late = iter(await all_or_none(waiting))
@@ -113,11 +120,19 @@ def _at_once(reward: AnyReward, task: Task, text: str, completion: Completion | 
     """The number that a function gives which just answers; what it gave, if that has to be awaited; None for one that
     was not called, because it is async or takes long.
     """
-    if _is_async(reward) or _is_blocking(reward, task):
-        return None
     with _named(reward, task):
+        if _is_async(reward) or _is_blocking(reward, task):
+            return None
         value = reward(task, text, **_more(reward, completion))
     return value if inspect.isawaitable(value) else _number(value, reward, task)
+
+
+def _drop(given: Any) -> None:
+    """End what a function gave and nobody will await."""
+    if inspect.iscoroutine(given):
+        given.close()
+    elif isinstance(given, asyncio.Future):
+        given.cancel()
 
 
 async def _late(call: tuple[AnyReward, Task, str, Completion | None], given: Any) -> float:

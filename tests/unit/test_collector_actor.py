@@ -116,14 +116,24 @@ def test_a_client_hears_of_tokens_once_their_weights_are_proven(actor: Collector
     asyncio.run(listens())
 
 
-def test_a_client_hears_nothing_of_tokens_whose_weights_are_refused(actor: CollectorActor) -> None:
-    """Their version is proven by the next load, but they are of the one before."""
+@pytest.mark.parametrize("first", ["heard", "sample", None])
+def test_a_client_hears_nothing_of_tokens_whose_weights_are_refused(actor: CollectorActor, first: str | None) -> None:
+    """Their version is proven by the next load, but they are of the one before. `first`: which of the two that wait for
+    the proof is woken first; None: the request has not ended by then.
+    """
 
     async def listens() -> None:
         sync, asked = served(actor)
         answering = asyncio.ensure_future(actor.sample("a", [1], listens=True))
-        hearing = asyncio.ensure_future(actor.heard("a", 1.0))
         await asyncio.sleep(0)
+        if first == "sample":
+            asked.ends.set()
+            await asyncio.sleep(0.01)
+        hearing = asyncio.ensure_future(actor.heard("a", 1.0))
+        await asyncio.sleep(0.01)
+        if first == "heard":
+            asked.ends.set()
+            await asyncio.sleep(0.01)
         sync.num_quarantines = 1
         sync.proven.set()
         assert await hearing == []
@@ -131,6 +141,22 @@ def test_a_client_hears_nothing_of_tokens_whose_weights_are_refused(actor: Colle
         assert asked.count == 1
 
     asyncio.run(listens())
+
+
+def test_nothing_is_sampled_again_for_a_client_that_has_left(actor: CollectorActor) -> None:
+    async def leaves() -> None:
+        sync, asked = served(actor)
+        answering = asyncio.ensure_future(actor.sample("a", [1], listens=False))
+        await asyncio.sleep(0)
+        asked.ends.set()
+        await asyncio.sleep(0.01)
+        await actor.end("a")
+        sync.num_quarantines = 1
+        sync.proven.set()
+        assert await answering is None
+        assert asked.count == 1
+
+    asyncio.run(leaves())
 
 
 @pytest.mark.slow

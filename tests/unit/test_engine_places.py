@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,30 @@ def test_short_answers_wait_in_the_queue_so_that_no_place_is_empty():
     rig = to_the_end(Thinks(0.06), groups=400, places=64, answer_s=lambda index: 4, pass_s=0.02)
     assert rig.engine.use(after=40, before=-10) > 0.9
     assert 32 < rig.engine.most_waiting <= 64 + 8
+
+
+def test_a_wave_of_long_answers_is_no_rate():
+    """All of 256 end within 0.3 s, as they began: no more than an eighth waits, for as long as an answer takes."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        progress = Progress(loop.time)
+        room = Room(progress, places=256)
+        for _ in range(3):
+            with ExitStack() as inside:
+                held = []
+                while room.groups(8):
+                    held.append(str(len(held)))
+                    inside.enter_context(progress.request(held[-1], num_sequences=8, prompt_tokens=8))
+                assert 8 * len(held) <= 256 + 32
+                await asyncio.sleep(30)
+                for name in held:
+                    await asyncio.sleep(0.3 / len(held))
+                    progress.passed(loop.time(), [Sampled(name, f"{name}/{i}", 1, True) for i in range(8)])
+                    room.groups(8)
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(main())
 
 
 @pytest.mark.slow

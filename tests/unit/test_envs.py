@@ -117,6 +117,37 @@ def test_a_sum_of_rewards_pairs_each_value_with_its_answer():
     assert [t.metrics for t in trajectories] == [{"rewards/plain": v, "rewards/late": 10 * v} for v in (4.0, 5.0, 6.0)]
 
 
+def test_the_first_reward_that_fails_ends_what_others_gave():
+    given = []
+
+    async def waits():
+        await asyncio.Event().wait()
+
+    def sometimes(task, text):
+        if text == "bad":
+            raise KeyError("gone")
+        given.append(waits() if text == "4" else asyncio.ensure_future(waits()))
+        return given[-1]
+
+    with pytest.raises(RuntimeError, match="reward sometimes failed on task t: KeyError: 'gone'"):
+        rollout(SingleTurn(reward=sometimes), "4", "5", "bad")
+    coroutine, future = given
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+    assert future.cancelled()
+
+
+def test_a_reward_that_cannot_say_whether_it_takes_long_is_named():
+    def odd(task, text):
+        return 1.0
+
+    def fails(task):
+        raise KeyError("gone")
+
+    odd.blocking = fails
+    with pytest.raises(RuntimeError, match="reward odd failed on task t: KeyError: 'gone'"):
+        rollout(SingleTurn(reward=odd), "4", group_size=1)
+
+
 def test_blocking_reward_does_not_stop_the_loop():
     beaten = threading.Event()
 
