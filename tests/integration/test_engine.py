@@ -284,9 +284,9 @@ def test_an_engine_that_stands_still_is_found_out_and_may_go_on(served: ServedBy
 def test_a_prefix_cache_kept_across_versions_is_refused(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary's second route: prompt logprobs never read the cache, the continuation of a cached context does."""
     served.recover()  # leaves the canary's contexts in the prefix cache
-    llm = served.engine._llm
-    pause = llm.pause_generation
-    monkeypatch.setattr(llm, "pause_generation", lambda mode, clear_cache: pause(mode=mode, clear_cache=False))
+    core = served.engine._llm.engine_core
+    pause = core.pause_scheduler_async
+    monkeypatch.setattr(core, "pause_scheduler_async", lambda mode, clear_cache: pause(mode=mode, clear_cache=False))
     with pytest.raises(WeightSyncError, match=r"compute check: .* \d\.?\d*e-\d+ nats on scored .* prefix cache"):
         served.give(*served.publisher.next())
     monkeypatch.undo()

@@ -71,8 +71,9 @@ class VllmOf:
     def __init__(self, *, ranks: int = 1, **answers: list[list[Any]]) -> None:
         self._ranks, self._answers = ranks, answers
         self.calls: list[str] = []
+        self.engine_core = self
 
-    async def pause_generation(self, **_: Any) -> None:
+    async def pause_scheduler_async(self, **_: Any) -> None:
         self.calls.append("pause")
 
     async def resume_generation(self) -> None:
