@@ -6,7 +6,7 @@ import gc
 
 YOUNG_OBJECTS = 20_000
 """Objects that come before a collection. Python's own 700 are what a few groups in flight hold: collections that found
-nothing took a twentieth of the collector's and of the buffer's time."""
+nothing took a twentieth of the collector's time."""
 
 
 def settle() -> None:
