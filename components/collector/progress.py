@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from .clock import RolloutClock
 
@@ -25,8 +25,7 @@ class EngineHung(RuntimeError):
     """The engine has work and shows no sign of life."""
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What one pass did for one sequence: so many new tokens; `ended` with its last ones."""
 
     request_id: str

@@ -30,6 +30,7 @@ from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
 from .shards import left_out
 from .vllm_blocks import block_size
+from .vllm_groups import GROUP, PASS, Groups, Member, is_of_group
 from .vllm_versions import Versions, engine_arguments
 from .vllm_worker_env import MANIFEST
 
@@ -71,7 +72,6 @@ class VllmEngine:
         self._lent: dict[str, bool] = {}  # names of files that hold a version: whether the engine's process closed them
         self._spare: _Spare | None = None
         self._cache_salt: str | None = None
-        self._heard: dict[str, Heard] = {}
 
     def _start(self, settings: EngineSettings) -> None:
         self._num_kept = settings.num_kept
@@ -105,6 +105,7 @@ class VllmEngine:
             scheduling_policy="priority",  # a canary overtakes what waits: its time must not grow with the batch
             disable_log_stats=True,
             worker_extension_cls=worker_env.WORKER_EXTENSION,
+            scheduler_cls=worker_env.SCHEDULER,
             trust_remote_code=False,
             enable_sleep_mode=settings.sleep_level is not None and settings.device == "cuda",
         )
@@ -147,6 +148,7 @@ class VllmEngine:
         self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
         self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
         self.progress = Progress()
+        self._groups = Groups(self._llm.engine_core.abort_requests_async)
         self._watch_passes()
         # Per request, on the processor that answers environments: a deep copy of these parameters would cost more than
         # all that is done with them.
@@ -165,36 +167,33 @@ class VllmEngine:
             )
 
     def _watch_passes(self) -> None:
-        """Tell `progress` of every pass. Outputs reach this process with each pass, though requests are given only
-        their last one; vLLM's own statistics, which would say less, cost each token more.
+        """Take from every pass what is of groups, and tell `progress` of all. Outputs reach this process with each
+        pass; vLLM's own statistics, which would say less, cost each token more.
         """
-        processor = self._llm.output_processor
-        process, requests, passed = processor.process_outputs, processor.request_states, self.progress.passed
+        processor, groups, passed = self._llm.output_processor, self._groups, self.progress.passed
+        process, requests, propagate = processor.process_outputs, processor.request_states, processor.propagate_error
 
         def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
-            if self._heard:
-                self._tell(outputs, kwargs["weight_version"])
-            sampled = [
-                Sampled(requests[o.request_id].external_req_id, o.request_id, len(o.new_token_ids), o.finished)
-                for o in outputs
-                if o.request_id in requests
-            ]
+            sampled, others = [], []
+            for o in outputs:
+                if o.request_id == PASS:
+                    sampled += groups.passed(o, kwargs["weight_version"])
+                elif is_of_group(o.request_id):
+                    sampled += groups.ended(o.request_id, str(o.finish_reason))
+                else:
+                    others.append(o)
+                    if (request := requests.get(o.request_id)) is not None:
+                        name = request.external_req_id
+                        sampled.append(Sampled(name, o.request_id, len(o.new_token_ids), o.finished))
             passed(timestamp or time.monotonic(), sampled)
-            return process(outputs, timestamp, *args, **kwargs)
+            return process(others, timestamp, *args, **kwargs)
+
+        def propagate_error(error: Exception) -> None:
+            groups.fail(error)
+            propagate(error)
 
         processor.process_outputs = process_outputs  # type: ignore[method-assign]
-
-    def _tell(self, outputs: list[Any], version: str) -> None:
-        """Of one pass, those who listen: the requests themselves are given only their end."""
-        requests = self._llm.output_processor.request_states
-        for o in outputs:
-            request = requests.get(o.request_id)
-            if request is None or not o.new_token_ids:
-                continue
-            if (heard := self._heard.get(request.external_req_id)) is not None:
-                logprobs = [float(row[0]) for row in o.new_logprobs.logprobs]  # the sampled token's comes first
-                of_tokens = request.lora_name.partition("/")[0] if request.lora_name else version
-                heard(request.request_index, list(o.new_token_ids), logprobs, int(of_tokens))
+        processor.propagate_error = propagate_error  # type: ignore[method-assign]
 
     async def generate(
         self,
@@ -222,14 +221,30 @@ class VllmEngine:
             stop_token_ids=list(stop_token_ids),
             ignore_eos=True,  # the stop tokens above are the whole truth, and the trainer knows them
             logprobs=self._num_kept if top_k else 0,
-            flat_logprobs=True,
             seed=seed,
         )
-        asked: dict[str, Any] = {"clock": clock, "heard": heard, "version": version}
-        outputs = (await self._final_output(list(prompt_tokens), params, **asked)).outputs
+        request_id = f"{GROUP}{next(self._request_ids)}"
+
+        async def send(adapter: Any) -> None:
+            if self._llm.errored:
+                raise self._dead_error()
+            request = self._llm.input_processor.process_inputs(
+                request_id, self._prompt(prompt_tokens), params, ("generate",), lora_request=adapter
+            )
+            self._llm._run_output_handler()
+            await self._llm.engine_core.add_request_async(request)
+
+        with self._under_way(request_id, len(prompt_tokens), params.n, clock=clock, version=version) as adapter:
+            members = await self._groups.sample(
+                request_id,
+                functools.partial(send, adapter),
+                n=params.n,
+                num_kept=self._num_kept if top_k else 0,
+                version=version,
+                heard=heard,
+            )
         barred = sorted(params.all_stop_token_ids) if min_tokens else ()
-        how: dict[str, Any] = {"vocab_size": self._vocab_size if top_k else 0, "barred": barred, "version": version}
-        completions = [_sampled_tokens(o, **how) for o in sorted(outputs, key=lambda o: o.index)]
+        completions = [_sampled_tokens(m, vocab_size=self._vocab_size, barred=barred) for m in members]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
     async def score(self, canary: Canary, *, version: int | None = None) -> CanaryGap:
@@ -356,7 +371,9 @@ class VllmEngine:
         if adapter_id is None:
             return
         with self._calling():
-            await self._llm.abort(left)  # vLLM takes calls in the order in which they were made
+            # vLLM takes calls in the order in which they were made
+            await self._groups.give_up(left)
+            await self._llm.abort([name for name in left if not is_of_group(name)])
             await self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
 
     async def sleep(self, *, in_flight: str) -> int:
@@ -443,35 +460,39 @@ class VllmEngine:
         return [abs(found[token].logprob - expected)]
 
     async def _final_output(
-        self,
-        prompt_tokens: list[int],
-        params: Any,
-        *,
-        priority: int = 0,
-        clock: RolloutClock | None = None,
-        heard: Heard | None = None,
-        version: int | None = None,
+        self, prompt_tokens: list[int], params: Any, *, priority: int = 0, version: int | None = None
     ) -> Any:
-        final = None
-        # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
-        prompt: Any = {"type": "token", "prompt_token_ids": prompt_tokens}
-        if self._cache_salt is not None:
-            prompt["cache_salt"] = self._cache_salt
-        request_id = next(self._request_ids)
-        work = self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock)
-        if heard is not None:
-            self._heard[request_id] = heard
-        under = nullcontext() if self._versions is None else self._versions.under(version, request_id)
-        try:
-            with under as adapter, work, self._alive():
-                async for output in self._llm.generate(
-                    prompt, params, request_id=request_id, priority=priority, lora_request=adapter
-                ):
-                    final = output
-        finally:
-            self._heard.pop(request_id, None)
+        final, request_id = None, next(self._request_ids)
+        with self._under_way(request_id, len(prompt_tokens), params.n, version=version) as adapter:
+            async for output in self._llm.generate(
+                self._prompt(prompt_tokens), params, request_id=request_id, priority=priority, lora_request=adapter
+            ):
+                final = output
         assert final is not None, "vLLM ended a request without an output"
         return final
+
+    def _prompt(self, prompt_tokens: Sequence[int]) -> Any:
+        # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
+        prompt: Any = {"type": "token", "prompt_token_ids": list(prompt_tokens)}
+        if self._cache_salt is not None:
+            prompt["cache_salt"] = self._cache_salt
+        return prompt
+
+    @contextmanager
+    def _under_way(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        n: int,
+        *,
+        clock: RolloutClock | None = None,
+        version: int | None = None,
+    ) -> Iterator[Any]:
+        """Around a request. Yields the adapter that it asks for."""
+        work = self.progress.request(request_id, num_sequences=n, prompt_tokens=num_prompt_tokens, clock=clock)
+        under = nullcontext() if self._versions is None else self._versions.under(version, request_id)
+        with under as adapter, work, self._alive():
+            yield adapter
 
 
 @dataclass(frozen=True)
@@ -489,27 +510,14 @@ class _InWorker:
     check: Callable[[], Awaitable[None]]
 
 
-def _sampled_tokens(
-    output: Any, *, vocab_size: int, barred: Sequence[int], version: int | None = None
-) -> SampledTokens:
-    """`vocab_size` 0: from all of them. `version`: of all tokens; None: those that vLLM has noted."""
-    tokens, flat = list(output.token_ids), output.logprobs
-    first = flat.start_indices  # the sampled token's comes first
-    drawn = [flat.token_ids[i] for i in first]
-    assert drawn == tokens, f"logprobs of tokens {drawn}, but {tokens} were sampled"
-    spans = zip(first, flat.end_indices, strict=True)
-    kept = [_kept(flat, *span, vocab_size=vocab_size) for span in spans] if vocab_size else None
-    versions: list[int] = [] if version is None else [version] * len(tokens)
-    for span in output.weight_versions if version is None else ():
-        versions += [int(span.version)] * (span.end - span.start)
-    assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
-    logprobs = [flat.logprobs[i] for i in first]
-    return SampledTokens(tokens, logprobs, versions, output.finish_reason or "unknown", kept=kept, barred=barred)
+def _sampled_tokens(member: Member, *, vocab_size: int, barred: Sequence[int]) -> SampledTokens:
+    kept = [_kept(named, vocab_size=vocab_size) for named in member.kept] if member.kept else None
+    reason = member.finish_reason or "unknown"
+    return SampledTokens(member.tokens, member.logprobs, member.versions, reason, kept=kept, barred=barred)
 
 
-def _kept(flat: Any, start: int, end: int, *, vocab_size: int) -> list[int]:
+def _kept(named: dict[int, float], *, vocab_size: int) -> list[int]:
     """The ids that a token was drawn from, itself first. Raises RuntimeError unless they are all."""
-    named = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
     kept = [token for token, logprob in named.items() if logprob > float("-inf")]
     # They come likeliest first: once one that was cut is there, all that were left are.
     if len(kept) == len(named) < vocab_size:
