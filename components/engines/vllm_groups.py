@@ -102,7 +102,7 @@ class Groups:
                 self._members.pop(member_id(request_id, member.index), None)
 
     def passed(self, record: Any, version: str) -> list[Sampled]:
-        """Note what a pass sampled; `record` is the scheduler's, `version` that of the engine's weights."""
+        """Note what a pass sampled. `record`: the scheduler's. `version`: of the engine's weights, by vLLM's name."""
         said, tokens = record.kv_transfer_params, record.new_token_ids
         drawn: list[list[int]] = []
         logprobs: list[list[float]] = []
@@ -110,14 +110,14 @@ class Groups:
             drawn, logprobs = record.new_logprobs.logprob_token_ids.tolist(), record.new_logprobs.logprobs.tolist()
         assert [row[0] for row in drawn] == tokens, "logprobs of other tokens than were sampled"
         reasons = dict(zip(said[ENDED], said[REASONS], strict=True))
-        sampled, end, of_pass = [], 0, int(version)
+        sampled, end = [], 0
         for i, (name, count) in enumerate(zip(said[MEMBERS], said[COUNTS], strict=True)):
             start, end = end, end + count
             if (found := self._members.get(name)) is None:
                 continue  # aborted; the news had not reached the engine
             group, member = found
             new, their = tokens[start:end], [row[0] for row in logprobs[start:end]]
-            under = of_pass if group.version is None else group.version
+            under = int(version) if group.version is None else group.version
             member.tokens += new
             member.logprobs += their
             member.versions += [under] * count
