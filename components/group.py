@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .samples import (
+    Layout,
     Samples,
-    as_arrays,
+    as_buffers,
     by_path,
     bytes_by_run,
     check_samples,
-    from_arrays,
+    from_buffers,
     from_json_tensor,
     further,
     json_tensor,
@@ -44,7 +45,7 @@ class Group:
     earned, that was sampled greedily and is not trained on; None where `algorithm.greedy_baseline` does not ask for it.
     `environment_s`: seconds in which nothing of it was in the engine, from its start to its last trajectory.
 
-    It crosses processes as arrays that Ray maps without a copy: nothing may write into its tensors.
+    It crosses processes as a buffer that Ray maps without a copy: nothing may write into its tensors.
     """
 
     group_id: int
@@ -217,7 +218,7 @@ class Group:
 
     def __reduce__(self) -> Any:
         beside = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "samples"}
-        return _restored, (beside, as_arrays(self.samples))
+        return _restored, (beside, *as_buffers(self.samples))
 
     def _of_mains(self, name: str) -> list[Any]:
         return sums(self.samples[name], self.samples["response_lengths"])[self.mains].tolist()
@@ -227,8 +228,8 @@ _TENSORS = ("group_id", "rewards")
 _TOKENS = ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions")
 
 
-def _restored(beside: dict[str, Any], arrays: dict[str, Any]) -> Group:
-    return Group(**beside, samples=from_arrays(arrays))
+def _restored(beside: dict[str, Any], layout: Layout, buffers: list[Any]) -> Group:
+    return Group(**beside, samples=from_buffers(layout, buffers))
 
 
 _PLAIN = [f.name for f in fields(Group) if f.name != "samples"]

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import struct
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -47,6 +49,7 @@ TOKEN_FIELDS = {
 }
 FURTHER = ("prompt_tensors", "token_tensors")
 _LENGTHS = ("trajectory", "prompt_lengths", "response_lengths")
+JOINED_BYTES = 1 << 20
 _CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
 
@@ -179,26 +182,41 @@ def ranges(first: Sequence[int] | torch.Tensor, lengths: Sequence[int] | torch.T
 # ----------------------------------------------------------------------------------------- across processes, to files
 
 
-def as_arrays(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
-    """(type, shape, bytes) of each tensor by its path. Pickle 5 gives arrays to Ray out of band, but not tensors."""
-    return {
-        path: (
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(),
-        )
-        for path, tensor in by_path(tensors).items()
-    }
+Layout: TypeAlias = list[tuple[str, str, tuple[int, ...]]]
+"""(path, type, shape) of each tensor."""
 
 
-def from_arrays(arrays: dict[str, tuple[str, tuple[int, ...], np.ndarray]]) -> dict[str, Any]:
+def as_buffers(tensors: Mapping[str, Any]) -> tuple[Layout, list[PickleBuffer]]:
+    """For Ray, which maps such buffers, but copies tensors: the bytes of each; of small ones, of all of them end to
+    end, since each buffer takes as long as tens of kilobytes.
+    """
+    found = sorted(by_path(tensors).items(), key=lambda item: -item[1].element_size())  # none lies across its own width
+    layout = [(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for path, tensor in found]
+    arrays = [_as_array(tensor) for _, tensor in found]
+    if sum(array.nbytes for array in arrays) > JOINED_BYTES:
+        return layout, [PickleBuffer(np.ascontiguousarray(array).reshape(-1).data) for array in arrays]
+    return layout, [PickleBuffer(b"".join([array.tobytes() for array in arrays]))]
+
+
+def from_buffers(layout: Layout, buffers: Sequence[Any]) -> dict[str, Any]:
     """The inverse. Nothing is copied: read from shared memory, the tensors must not be written to."""
-    tensors = {}
-    for path, (kind, shape, data) in arrays.items():
-        dtype = getattr(torch, kind)
-        tensor = torch.frombuffer(data, dtype=dtype) if data.size else torch.empty(0, dtype=dtype)
-        tensors[path] = tensor.view(shape)
+    are_joined = len(buffers) < len(layout)
+    tensors, at = {}, 0
+    for i, (path, kind, shape) in enumerate(layout):
+        dtype, count = getattr(torch, kind), math.prod(shape)
+        data, first = (buffers[0], at) if are_joined else (buffers[i], 0)
+        tensor = torch.empty(0, dtype=dtype)
+        if count:
+            tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=first)
+        tensors[path] = tensor if len(shape) == 1 else tensor.view(shape)
+        at += count * dtype.itemsize
     return nested(tensors)
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype in _CODES or tensor.dtype == torch.bool:
+        return tensor.detach().numpy()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()  # numpy lacks some of torch's types
 
 
 def by_path(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorClass, TensorDict
 
-from .samples import FURTHER, TOKEN_FIELDS, as_arrays, end_to_end, from_arrays, laid
+from .samples import FURTHER, TOKEN_FIELDS, Layout, as_buffers, end_to_end, from_buffers, laid
 
 if TYPE_CHECKING:
     from .samples import Samples
@@ -45,7 +45,7 @@ class TrainBatch(TensorClass):
     recorded: torch.Tensor | None = None  # int64 [R, 2]: (row of the step's rollouts, its conversation here)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (as_arrays(dict(self.items())),)
+        return _restored, as_buffers(dict(self.items()))
 
 
 _BY_CONVERSATION = ("prompt_tokens", "prompt_lengths", "response_lengths", "temperatures")
@@ -103,5 +103,5 @@ def batch_trajectories(
     )
 
 
-def _restored(arrays: dict[str, Any]) -> TrainBatch:
-    return TrainBatch.from_tensordict(TensorDict(from_arrays(arrays), batch_size=[]))
+def _restored(layout: Layout, buffers: list[Any]) -> TrainBatch:
+    return TrainBatch.from_tensordict(TensorDict(from_buffers(layout, buffers), batch_size=[]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -113,6 +114,94 @@ def test_it_says_what_each_token_was_drawn_from(served: ServedByVllm, monkeypatc
     monkeypatch.setattr(served.engine, "_num_kept", NUM_KEPT)
     served.recover()
     check_masks(served)
+
+
+def test_a_group_is_one_message_and_so_is_a_pass(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the engine goes on with nothing of a group that was given up."""
+    engine, core, processor = served.engine, served.engine._llm.engine_core, served.engine._llm.output_processor
+    served.recover()
+    sent: list[str] = []
+    records: list[list[str]] = []
+    add, process = core.add_request_async, processor.process_outputs
+
+    async def add_request_async(request: Any) -> None:
+        sent.append(request.request_id)
+        await add(request)
+
+    def process_outputs(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        records.extend(o.kv_transfer_params["members"] for o in outputs)
+        return process(outputs, *args, **kwargs)
+
+    monkeypatch.setattr(core, "add_request_async", add_request_async)
+    monkeypatch.setattr(processor, "process_outputs", process_outputs)
+
+    async def ask(n: int, max_tokens: int) -> Any:
+        return await engine.generate([50, 51], n=n, temperature=1.0, max_tokens=max_tokens, stop_token_ids=[])
+
+    async def give_one_up() -> None:
+        given_up = asyncio.ensure_future(ask(4, 150))
+        while not engine.progress.num_tokens:
+            await asyncio.sleep(0.002)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        await ask(1, 20)
+
+    assert [len(c.tokens) for c in served.run(ask(8, 6))] == [6] * 8
+    assert len(sent) == 1
+    assert 6 <= len(records) <= 8, "passes; the others' prompts may be read after the first one's"
+    assert len(records[-1]) == 8
+    served.run(give_one_up())
+    assert {name.rpartition("/")[0] for name in records[-1]} == {sent[-1]}
+
+
+def test_the_engine_forgets_a_group_with_its_last_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several engines, the front end is told which requests have ended: that is the group it sent."""
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.request import Request, RequestStatus
+
+    from leeway.engines.vllm_scheduler import _OfGroups
+
+    added: dict[str, Request] = {}
+    monkeypatch.setattr(Scheduler, "add_request", lambda self, request: added.update({request.request_id: request}))
+    monkeypatch.setattr(Scheduler, "finish_requests", lambda self, names, status: [added[name] for name in names])
+    scheduler: Any = object.__new__(_OfGroups)
+    scheduler._left, scheduler.finished_req_ids_dict = {}, {0: set()}
+
+    def ask(name: str) -> None:
+        params = SamplingParams(n=2, seed=7, max_tokens=3)
+        scheduler.add_request(
+            Request(request_id=name, prompt_token_ids=[1], sampling_params=params, pooling_params=None)
+        )
+
+    def passed(*members: tuple[str, FinishReason | None]) -> EngineCoreOutputs:
+        row = LogprobsLists(np.array([[5]]), np.array([[-0.5]]), np.array([1]))
+        outputs = [EngineCoreOutput(name, [5], row, finish_reason=reason) for name, reason in members]
+        of_client = EngineCoreOutputs(outputs=outputs, finished_requests=set())
+        monkeypatch.setattr(Scheduler, "update_from_output", lambda self: {0: of_client})
+        assert scheduler.update_from_output() == {0: of_client}
+        return of_client
+
+    ask("group-1")
+    ask("group-2")
+    ask("17")
+    assert list(added) == ["group-1/0", "group-1/1", "group-2/0", "group-2/1", "17"]
+    of_one = [params for name, request in added.items() if "group-1" in name and (params := request.sampling_params)]
+    assert [(params.n, params.seed) for params in of_one] == [(1, 7), (1, 8)], "as vLLM's own front end does"
+
+    told = passed(("group-1/0", FinishReason.STOP), ("17", None), ("group-1/1", None))
+    assert [o.request_id for o in told.outputs] == ["17", "pass"]
+    assert told.outputs[1].new_token_ids == [5, 5]
+    assert told.finished_requests == set()
+    assert passed(("group-1/1", FinishReason.LENGTH)).finished_requests == {"group-1"}
+
+    ended = scheduler.finish_requests(["group-2", "17"], RequestStatus.FINISHED_ABORTED)
+    assert {request.request_id for request in ended} == {"group-2/0", "group-2/1", "17"}
+    assert scheduler.finished_req_ids_dict == {0: {"group-2"}}
+    assert scheduler._left == {}
 
 
 @pytest.mark.parametrize(("head_size", "block"), [(48, 16), (32, 32)])

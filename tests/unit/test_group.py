@@ -13,7 +13,7 @@ import torch
 from leeway.algorithms.presets import ADVANTAGES
 from leeway.group import Group
 from leeway.replay.assemble import Assembler, split_evenly
-from leeway.samples import further, joined, laid, picked, prompt_keys
+from leeway.samples import JOINED_BYTES, as_buffers, by_path, from_buffers, further, joined, laid, picked, prompt_keys
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.types import NO_VERSION, TrainBatch, Trajectory, Turn
 
@@ -104,6 +104,25 @@ def test_no_token_crosses_a_process_inside_the_pickle() -> None:
     group, long = sent(group_of([attempt(i, response=10_000) for i in range(4)]))
     assert long - short < 100
     assert group.policy_versions()[0] >= 0
+
+
+@pytest.mark.parametrize("size", [9, JOINED_BYTES])
+def test_tensors_of_all_types_and_shapes_are_sent_whatever_their_size(size: int) -> None:
+    """Small ones in one buffer; where that is large, each in its own, so that nothing is copied."""
+    tensors = {
+        "flags": torch.arange(5) % 2 == 0,
+        "numbers": torch.arange(size)[::3],
+        "inner": {"half": torch.randn(3).bfloat16(), "one": torch.tensor(3.5), "none": torch.empty(0, 7)},
+        "matrix": torch.randn(2, 3).t(),
+    }
+    layout, buffers = as_buffers(tensors)
+    assert len(layout) == 6
+    assert len(buffers) == (1 if size == 9 else 6)
+    came, expected = by_path(from_buffers(layout, [b.raw().tobytes() for b in buffers])), by_path(tensors)
+    assert came.keys() == expected.keys()
+    for path, tensor in expected.items():
+        assert came[path].dtype == tensor.dtype
+        assert torch.equal(came[path], tensor), path
 
 
 def test_a_batch_is_sent_as_a_group_is() -> None:
