@@ -216,9 +216,9 @@ class Group:
         own, its = by_path(self.samples), by_path(other.samples)
         return own.keys() == its.keys() and all(torch.equal(tensor, its[path]) for path, tensor in own.items())
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         beside = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "samples"}
-        return _restored, (beside, *as_buffers(self.samples))
+        return _restored, (beside, *as_buffers(self.samples, protocol=protocol))
 
     def _of_mains(self, name: str) -> list[Any]:
         return sums(self.samples[name], self.samples["response_lengths"])[self.mains].tolist()

@@ -186,16 +186,18 @@ Layout: TypeAlias = list[tuple[str, str, tuple[int, ...]]]
 """(path, type, shape) of each tensor."""
 
 
-def as_buffers(tensors: Mapping[str, Any]) -> tuple[Layout, list[PickleBuffer]]:
+def as_buffers(tensors: Mapping[str, Any], *, protocol: int) -> tuple[Layout, list[Any]]:
     """For Ray, which maps such buffers, but copies tensors: the bytes of each; of small ones, of all of them end to
-    end, since each buffer takes as long as tens of kilobytes.
+    end, since each buffer takes as long as tens of kilobytes. `protocol`: pickle's; before 5 it knows bytes alone.
     """
     found = sorted(by_path(tensors).items(), key=lambda item: -item[1].element_size())  # none lies across its own width
     layout = [(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for path, tensor in found]
     arrays = [_as_array(tensor) for _, tensor in found]
     if sum(array.nbytes for array in arrays) > JOINED_BYTES:
-        return layout, [PickleBuffer(np.ascontiguousarray(array).reshape(-1).data) for array in arrays]
-    return layout, [PickleBuffer(b"".join([array.tobytes() for array in arrays]))]
+        buffers = [np.ascontiguousarray(array).reshape(-1).data for array in arrays]
+    else:
+        buffers = [b"".join([array.tobytes() for array in arrays])]
+    return layout, [PickleBuffer(buffer) if protocol >= 5 else bytes(buffer) for buffer in buffers]
 
 
 def from_buffers(layout: Layout, buffers: Sequence[Any]) -> dict[str, Any]:

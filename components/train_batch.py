@@ -45,7 +45,7 @@ class TrainBatch(TensorClass):
     recorded: torch.Tensor | None = None  # int64 [R, 2]: (row of the step's rollouts, its conversation here)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, as_buffers(dict(self.items()))
+        return _restored, as_buffers(dict(self.items()), protocol=protocol)
 
 
 _BY_CONVERSATION = ("prompt_tokens", "prompt_lengths", "response_lengths", "temperatures")

@@ -137,6 +137,7 @@ OWNED_BY_LEEWAY = {
     "seed": "use seed",
     "logprobs_mode": "leave it out: behaviour logprobs always come from the sampled distribution",
     "scheduling_policy": "leave it out: a canary must overtake waiting requests",
+    "scheduler_cls": "leave it out: Leeway's own scheduler takes whole groups",
     "weight_transfer_config": "leave it out: Leeway moves the weights itself (section param_server)",
     "trust_remote_code": "leave it out: code from a model's folder is never run",
     "worker_extension_cls": "leave it out: Leeway's own worker loads the weights",

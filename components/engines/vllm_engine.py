@@ -145,7 +145,8 @@ class VllmEngine:
             )
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._num_kept = min(settings.num_kept, self._vocab_size)
-        self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
+        self._num_copies = vllm_config.parallel_config.data_parallel_size
+        self.places = vllm_config.scheduler_config.max_num_seqs * self._num_copies
         self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
         self.progress = Progress()
         self._groups = Groups(self._llm.engine_core.abort_requests_async)
@@ -179,6 +180,7 @@ class VllmEngine:
                 if o.request_id == PASS:
                     sampled += groups.passed(o, kwargs["weight_version"])
                 elif is_of_group(o.request_id):
+                    assert o.finished, f"{o.request_id} was sampled outside of its group"
                     sampled += groups.ended(o.request_id, str(o.finish_reason))
                 else:
                     others.append(o)
@@ -211,6 +213,20 @@ class VllmEngine:
         heard: Heard | None = None,
         version: int | None = None,
     ) -> list[SampledTokens]:
+        if self._num_copies > 1 and n > 1 and temperature:  # each may be sampled by another copy of the model
+            how: dict[str, Any] = dict(top_p=top_p, top_k=top_k, min_tokens=min_tokens, clock=clock, version=version)
+            how |= dict(temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+            alone = [
+                self.generate(
+                    prompt_tokens,
+                    n=1,
+                    seed=None if seed is None else seed + index,
+                    heard=None if heard is None else functools.partial(_heard_as, heard, index),
+                    **how,
+                )
+                for index in range(n)
+            ]
+            return [completion for (completion,) in await asyncio.gather(*alone)]
         params = self._params(
             n=n if temperature else 1,
             temperature=temperature,
@@ -244,7 +260,8 @@ class VllmEngine:
                 heard=heard,
             )
         barred = sorted(params.all_stop_token_ids) if min_tokens else ()
-        completions = [_sampled_tokens(m, vocab_size=self._vocab_size, barred=barred) for m in members]
+        vocab_size = self._vocab_size if top_k else 0
+        completions = [_sampled_tokens(m, vocab_size=vocab_size, barred=barred) for m in members]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
     async def score(self, canary: Canary, *, version: int | None = None) -> CanaryGap:
@@ -511,9 +528,14 @@ class _InWorker:
 
 
 def _sampled_tokens(member: Member, *, vocab_size: int, barred: Sequence[int]) -> SampledTokens:
-    kept = [_kept(named, vocab_size=vocab_size) for named in member.kept] if member.kept else None
+    """`vocab_size` 0: each token was drawn from all of them."""
+    kept = [_kept(named, vocab_size=vocab_size) for named in member.kept] if vocab_size else None
     reason = member.finish_reason or "unknown"
     return SampledTokens(member.tokens, member.logprobs, member.versions, reason, kept=kept, barred=barred)
+
+
+def _heard_as(heard: Heard, index: int, _: int, *said: Any) -> None:
+    heard(index, *said)
 
 
 def _kept(named: dict[int, float], *, vocab_size: int) -> list[int]:

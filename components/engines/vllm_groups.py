@@ -93,8 +93,9 @@ class Groups:
         try:
             await send()
             return await group.ended
-        except asyncio.CancelledError:
-            await self._abort([request_id])
+        except BaseException:
+            if not group.ended.done() or group.ended.cancelled():
+                await self._abort([request_id])
             raise
         finally:
             del self._groups[request_id]

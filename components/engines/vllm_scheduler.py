@@ -51,8 +51,9 @@ class _OfGroups(Scheduler):
                 lora_request=request.lora_request,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
-                block_hasher=request._block_hasher,
             )
+            # Of the prompt they are the same for all, and were computed beside the last pass.
+            member.block_hashes, member._block_hasher = list(request.block_hashes), request._block_hasher
             left.add(member.request_id)
             super().add_request(member)
 

@@ -155,6 +155,34 @@ def test_a_group_is_one_message_and_so_is_a_pass(served: ServedByVllm, monkeypat
     assert {name.rpartition("/")[0] for name in records[-1]} == {sent[-1]}
 
 
+def test_copies_of_a_model_share_a_group(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each completion goes to a copy of its own choice, and is what it would be among the others."""
+    engine, sent, heard = served.engine, list[str](), dict[int, list[int]]()
+    served.recover()
+
+    def ask() -> Any:
+        def listen(index: int, tokens: list[int], *_: Any) -> None:
+            heard.setdefault(index, []).extend(tokens)
+
+        how: dict[str, Any] = dict(temperature=1.0, max_tokens=5, stop_token_ids=[], seed=11, heard=listen)
+        return served.run(engine.generate([50, 51], n=3, **how))
+
+    together = ask()
+    expected, core = dict(heard), engine._llm.engine_core
+    heard.clear()
+    add = core.add_request_async
+
+    async def add_request_async(request: Any) -> None:
+        sent.append(request.request_id)
+        await add(request)
+
+    monkeypatch.setattr(core, "add_request_async", add_request_async)
+    monkeypatch.setattr(engine, "_num_copies", 2)
+    assert ask() == together
+    assert heard == expected == {i: c.tokens for i, c in enumerate(together)}
+    assert len(set(sent)) == 3
+
+
 def test_the_engine_forgets_a_group_with_its_last_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several engines, the front end is told which requests have ended: that is the group it sent."""
     from vllm import SamplingParams

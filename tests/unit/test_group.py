@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from dataclasses import replace
@@ -92,7 +93,8 @@ def test_it_comes_back_from_lists_files_and_shared_memory_as_it_was() -> None:
     ]
     group = group_of(made, attempt=2, greedy_reward=0.1, environment_s=0.3)
     assert same(group.trajectories(), made)
-    for other in (Group.unpacked(group.packed()), sent(group)[0]):
+    others = (Group.unpacked(group.packed()), sent(group)[0], pickle.loads(pickle.dumps(group, protocol=4)))
+    for other in (*others, copy.deepcopy(group)):
         assert same(other.trajectories(), made)
         assert (other.attempt, other.greedy_reward, other.environment_s) == (2, 0.1, 0.3)
         other.check()
@@ -115,7 +117,7 @@ def test_tensors_of_all_types_and_shapes_are_sent_whatever_their_size(size: int)
         "inner": {"half": torch.randn(3).bfloat16(), "one": torch.tensor(3.5), "none": torch.empty(0, 7)},
         "matrix": torch.randn(2, 3).t(),
     }
-    layout, buffers = as_buffers(tensors)
+    layout, buffers = as_buffers(tensors, protocol=5)
     assert len(layout) == 6
     assert len(buffers) == (1 if size == 9 else 6)
     came, expected = by_path(from_buffers(layout, [b.raw().tobytes() for b in buffers])), by_path(tensors)

@@ -149,6 +149,22 @@ def test_a_call_that_is_cancelled_is_aborted_and_what_comes_late_is_nobodys() ->
     asyncio.run(run())
 
 
+def test_a_group_that_may_have_been_sent_is_aborted_where_sending_it_failed() -> None:
+    async def run() -> None:
+        engine = Engine()
+        groups = Groups(engine.abort)
+
+        async def send() -> None:
+            raise OSError("no route")
+
+        with pytest.raises(OSError, match="no route"):
+            await groups.sample(GROUP, send, n=2)
+        assert engine.aborted == [[GROUP]]
+        assert groups.ended(GROUP, "abort") == []
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", [GROUP, "each member"])
 def test_what_the_engine_gives_up_outside_of_a_pass_ends(name: str) -> None:
     async def run() -> None:
