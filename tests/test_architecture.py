@@ -146,6 +146,8 @@ def test_nothing_that_is_read_is_unpickled() -> None:
     restricted = []
     for file in SOURCES:
         for line, module, _ in imports(file):
+            if module == "pickle.PickleBuffer":  # memory that is to stay out of a pickle: it reads nothing
+                continue
             assert not RUNS_WHAT_IT_READS & {*module.split(".")}, f"{where(file, line)}: {module} runs what it reads"
             assert not module.startswith("torch.distributed.checkpoint"), (
                 f"{where(file, line)}: its metadata is pickled"
