@@ -10,7 +10,7 @@ import pytest
 from leeway.config import ConfigError, derive, find_recipe, load_config, plan_run
 from leeway.config import check as check_module
 from leeway.config.check import check_run
-from leeway.config.engines import ENGINES, HfOptions, engine_kind
+from leeway.config.engines import ENGINES, HfOptions, check_engine, engine_kind
 from leeway.config.hardware import Hardware
 from leeway.driver.checks import examine
 from leeway.driver.dry_run import check_plugins
@@ -51,6 +51,15 @@ def test_what_an_engine_does_not_take_is_refused_in_a_line(overrides: list[str],
         load_config("quickstart", [f"rollout.engine.{o}" for o in overrides])
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("argument", ["scheduler_cls", "worker_extension_cls", "scheduling_policy"])
+def test_an_argument_of_vllm_that_is_leeways_own_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_engine("rollout.engine", {"name": "vllm", argument: "mine"}, on_cpu=True)
+    assert str(refused.value).startswith(
+        f"rollout.engine.{argument}: got 'mine', expected an argument that Leeway does"
+    )
 
 
 def test_a_second_copy_of_the_weights_is_for_a_cpu_unless_it_is_asked_for() -> None:
