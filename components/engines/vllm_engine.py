@@ -180,7 +180,7 @@ class VllmEngine:
                 if o.request_id == PASS:
                     sampled += groups.passed(o, kwargs["weight_version"])
                 elif is_of_group(o.request_id):
-                    assert o.finished, f"{o.request_id} was sampled outside of its group"
+                    assert o.finished, f"vLLM told of tokens of {o.request_id} outside of the record of a pass"
                     sampled += groups.ended(o.request_id, str(o.finish_reason))
                 else:
                     others.append(o)
@@ -530,8 +530,10 @@ class _InWorker:
 def _sampled_tokens(member: Member, *, vocab_size: int, barred: Sequence[int]) -> SampledTokens:
     """`vocab_size` 0: each token was drawn from all of them."""
     kept = [_kept(named, vocab_size=vocab_size) for named in member.kept] if vocab_size else None
-    reason = member.finish_reason or "unknown"
-    return SampledTokens(member.tokens, member.logprobs, member.versions, reason, kept=kept, barred=barred)
+    assert member.finish_reason is not None, "it has not ended"
+    return SampledTokens(
+        member.tokens, member.logprobs, member.versions, member.finish_reason, kept=kept, barred=barred
+    )
 
 
 def _heard_as(heard: Heard, index: int, _: int, *said: Any) -> None:

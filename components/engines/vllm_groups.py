@@ -1,6 +1,7 @@
-"""Groups that vLLM samples, asked for in one message each and heard of in one message a pass; see `vllm_scheduler.py`.
+"""Groups of completions as vLLM's front end sees them: one message asks for a group, one record tells of a pass.
 
-`Groups` is the part of the front end: it puts together what passes say, and wakes those who wait for a group.
+`Groups` assembles completions from these records, and wakes whoever waits for a group. What runs in the engine's own
+process is `vllm_scheduler.py`.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Groups:
         return sampled
 
     def ended(self, request_id: str, reason: str) -> list[Sampled]:
-        """The engine gave up a group, or one of its members, outside of a pass."""
+        """The engine ended a group, or one of its members, outside of a pass: it was refused or aborted there."""
         group = self._groups.get(request_id)
         names = [request_id] if group is None else [member_id(request_id, m.index) for m in group.members]
         sampled = []

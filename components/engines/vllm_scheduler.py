@@ -1,9 +1,9 @@
 """vLLM's scheduler, asked for whole groups and answering with whole passes. It runs in the engine's own process.
 
 vLLM's front end sends n requests for n completions of a prompt, and is sent a record for each token of each of them.
-With short answers, to write and read these takes as long as to compute them. Here a request whose id begins with
-`GROUP` stands for its n completions, and what a pass sampled for all such requests is one record of arrays; the front
-end of both is `vllm_groups.py`.
+With short answers these messages take a noticeable share of both processes. Here a request whose id begins with `GROUP`
+stands for its n completions, and what a pass sampled for all such requests is one record of arrays. The other end of
+both is `vllm_groups.py`.
 """
 
 from __future__ import annotations
