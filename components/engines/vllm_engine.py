@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
 from .shards import left_out
 from .vllm_blocks import block_size
+from .vllm_core import STAND_STILL, TAKE_STAGED
 from .vllm_groups import GROUP, PASS, Groups, Member, is_of_group
 from .vllm_versions import Versions, engine_arguments
 from .vllm_worker_env import MANIFEST
@@ -350,24 +351,28 @@ class VllmEngine:
         while not all(await self._ask("load_ahead", manifest)):
             pass
         self._num_loads += 1
-        asked = time.monotonic()
-        if not self._is_asleep:
-            await self._pause(in_flight)
-        self.progress.pause()
-        stopped = time.monotonic()
-        with paused():
+        asked, take = time.monotonic(), functools.partial(self._all, TAKE_STAGED, str(manifest.policy_version))
+        with ExitStack() as pausing:
             if self._is_asleep:
+                stopped = asked
+                pausing.enter_context(paused())
                 await self._ask("reclaim_memory", manifest)
                 self._is_asleep = False
-            await self._ask("load_staged", manifest)
+                answers = await take()
+            else:  # both at once: the engine goes on from one to the other, and waits for no turn of this process
+                still, taken = asyncio.ensure_future(self._stand_still(in_flight)), asyncio.ensure_future(take())
+                pausing.callback(taken.cancel)
+                await still
+                stopped = time.monotonic()
+                self.progress.pause()
+                pausing.enter_context(paused())
+                answers = await taken
+            self._checked(answers, manifest)
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
-            # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
-            # again after a load that went wrong, and by another run on this engine.
+            # look for their prefixes under another name. What waits since before the load still shares the old ones,
+            # of versions that were new enough for it. Of the load, not of the version: the same version is loaded again
+            # after a load that went wrong, and by another run on this engine.
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
-            with self._calling():  # in one go: the engine takes calls in order, and waits for no turn of this process
-                await asyncio.gather(
-                    self._llm.update_weight_version(str(manifest.policy_version)), self._llm.resume_generation()
-                )
             self.progress.resume()
         return LoadTimes(ahead_s=asked - started, drain_s=stopped - asked, pause_s=time.monotonic() - stopped)
 
@@ -394,9 +399,8 @@ class VllmEngine:
             await self._llm.collective_rpc("drop_adapter", args=(adapter_id,))
 
     async def sleep(self, *, in_flight: str) -> int:
-        await self._pause(in_flight)
-        with self._calling():
-            answers = await self._llm.collective_rpc("release_memory", args=(self._sleep_level,))
+        await self._stand_still(in_flight)
+        answers = _of_ranks(await self._all("collective_rpc", "release_memory", None, (self._sleep_level,)))
         self._is_asleep = True
         if self._spare is not None:
             self._shared_memory.remove_files(self._spare.name)
@@ -406,12 +410,8 @@ class VllmEngine:
             raise EngineLost(f"the inference engine cannot sleep: {failures[0][1]}")
         return sum(released for released, _ in answers)
 
-    async def _pause(self, in_flight: str) -> None:
-        with self._calling():
-            # vLLM's own `pause_generation` also sleeps for 20 ms, for outputs that nobody here has to see before.
-            await self._llm.engine_core.pause_scheduler_async(
-                mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
-            )
+    async def _stand_still(self, in_flight: str) -> None:
+        await self._all(STAND_STILL, "wait" if in_flight == "off" else "keep", in_flight != "keep")
 
     async def read_back(self, staged: StagedWeights) -> None:
         """Some layers between two passes, so that generation continues."""
@@ -426,13 +426,20 @@ class VllmEngine:
 
     async def _ask(self, method: str, manifest: Manifest, *args: Any) -> list[Any]:
         """The answers of all ranks. Raises WeightSyncError for the first that failed, EngineLost if one is gone."""
+        return self._checked(await self._all("collective_rpc", method, None, args), manifest)
+
+    async def _all(self, call: str, *args: Any) -> list[Any]:
+        """What the engine core of each copy of the model answers; `AsyncLLM` itself says what the first one does."""
         with self._calling():
-            answers = await self._llm.collective_rpc(method, args=args)
-        for rank, (_, failure) in enumerate(answers):
+            return await self._llm.engine_core.call_utility_all_async(call, *args)
+
+    def _checked(self, answers: list[list[Any]], manifest: Manifest) -> list[Any]:
+        ranks = _of_ranks(answers)
+        for rank, (_, failure) in enumerate(ranks):
             if failure is not None:
                 check, detail = failure
-                raise manifest.error(check, detail if self._num_ranks == 1 else f"rank {rank}: {detail}")
-        return [answer for answer, _ in answers]
+                raise manifest.error(check, detail if len(ranks) == 1 else f"rank {rank}: {detail}")
+        return [result for result, _ in ranks]
 
     def process_ids(self) -> list[int]:
         return [child.pid for child in psutil.Process().children(recursive=True)]
@@ -510,6 +517,11 @@ class VllmEngine:
         under = nullcontext() if self._versions is None else self._versions.under(version, request_id)
         with under as adapter, work, self._alive():
             yield adapter
+
+
+def _of_ranks(answers: list[list[Any]]) -> list[Any]:
+    """Of all copies of a model, one after the other."""
+    return [answer for of_copy in answers for answer in of_copy]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
+from .vllm_core import add_calls
 from .vllm_groups import COUNTS, ENDED, MEMBERS, PASS, REASONS, group_of, is_of_group, member_id
 
 
@@ -99,6 +100,7 @@ class _OfGroupsAsync(_OfGroups, AsyncScheduler):
 
 def scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """In the place of a class: `scheduler_cls` is named before vLLM decides which kind it needs."""
+    add_calls()  # this is the one place that vLLM calls in the process of its engine core
     kind = _OfGroupsAsync if vllm_config.scheduler_config.async_scheduling else _OfGroups
     return kind(vllm_config=vllm_config, **kwargs)
 

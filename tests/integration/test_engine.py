@@ -21,6 +21,7 @@ from leeway.collector.progress import EngineHung
 from leeway.config.sampling import kept_width
 from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_blocks import block_size
+from leeway.engines.vllm_core import STAND_STILL
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
@@ -402,8 +403,9 @@ def test_a_prefix_cache_kept_across_versions_is_refused(served: ServedByVllm, mo
     """The canary's second route: prompt logprobs never read the cache, the continuation of a cached context does."""
     served.recover()  # leaves the canary's contexts in the prefix cache
     core = served.engine._llm.engine_core
-    pause = core.pause_scheduler_async
-    monkeypatch.setattr(core, "pause_scheduler_async", lambda mode, clear_cache: pause(mode=mode, clear_cache=False))
+    call = core.call_utility_all_async
+    kept = lambda name, *args: call(name, *([args[0], False] if name == STAND_STILL else args))  # noqa: E731
+    monkeypatch.setattr(core, "call_utility_all_async", kept)
     with pytest.raises(WeightSyncError, match=r"compute check: .* \d\.?\d*e-\d+ nats on scored .* prefix cache"):
         served.give(*served.publisher.next())
     monkeypatch.undo()

@@ -73,18 +73,13 @@ class VllmOf:
         self.calls: list[str] = []
         self.engine_core = self
 
-    async def pause_scheduler_async(self, **_: Any) -> None:
-        self.calls.append("pause")
-
-    async def resume_generation(self) -> None:
-        self.calls.append("resume")
-
-    async def update_weight_version(self, version: str) -> None:
-        self.calls.append(f"version {version}")
-
-    async def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+    async def call_utility_all_async(self, call: str, *args: Any) -> list[Any]:
+        if call != "collective_rpc":
+            self.calls.append(" ".join([call.removeprefix("leeway_"), *map(str, args)]))
+            return [self._answers[call].pop(0)] if self._answers.get(call) else [[(None, None)] * self._ranks]
+        method = args[0]
         self.calls.append(method)
-        return self._answers[method].pop(0) if self._answers.get(method) else [(True, None)] * self._ranks
+        return [self._answers[method].pop(0) if self._answers.get(method) else [(True, None)] * self._ranks]
 
 
 def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
@@ -146,7 +141,7 @@ def test_memory_of_a_version_is_for_the_next_one_once_the_engine_has_closed_it(t
 def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own(tmp_path):
     """The same version again, after a load that went wrong or in another run on this engine, meets no old cache."""
     refused = [(None, ("load", "a layer was left out"))]
-    engine = front(tmp_path, VllmOf(load_staged=[[(None, None)], refused]))
+    engine = front(tmp_path, VllmOf(leeway_take_staged=[[(None, None)], refused]))
     salts = []
 
     async def loads() -> None:
@@ -166,7 +161,33 @@ def test_all_ranks_load_ahead_before_the_pause_and_the_version_changes_within_it
     llm = VllmOf(ranks=2, load_ahead=[[(True, None), (False, None)], [(True, None), (True, None)]])
     engine = front(tmp_path, llm, ranks=2)
     asyncio.run(engine.load_weights(engine.stage(manifest_of()), in_flight="recompute"))
-    assert llm.calls == ["map_staged", "load_ahead", "load_ahead", "pause", "load_staged", "version 3", "resume"]
+    assert llm.calls == ["map_staged", "load_ahead", "load_ahead", "stand_still keep True", "take_staged 3"]
+
+
+def test_every_copy_of_a_model_is_asked_and_one_that_fails_refuses_the_version(tmp_path):
+    class Copies(VllmOf):
+        async def call_utility_all_async(self, call: str, *args: Any) -> list[Any]:
+            return [*await super().call_utility_all_async(call, *args), [(None, ("load", "a layer was left out"))]]
+
+    engine = front(tmp_path, Copies())
+    with pytest.raises(WeightSyncError, match=r"rank 1: a layer was left out"):
+        asyncio.run(engine.read_back(engine.stage(manifest_of())))
+
+
+def test_a_load_that_fails_lets_the_engine_stand_still_without_being_taken_for_hung(tmp_path):
+    engine = front(tmp_path, VllmOf(leeway_take_staged=[[(None, ("load", "a layer was left out"))]]))
+
+    async def load() -> None:
+        with engine.progress.request("waits", num_sequences=1, prompt_tokens=1):
+            with pytest.raises(WeightSyncError):
+                await engine.load_weights(engine.stage(manifest_of()), in_flight="off")
+            await asyncio.sleep(0.02)
+            assert engine.progress.silent_s() == 0
+            await engine.load_weights(engine.stage(manifest_of()), in_flight="off")
+            await asyncio.sleep(0.02)
+            assert engine.progress.silent_s() > 0
+
+    asyncio.run(load())
 
 
 def test_what_one_rank_finds_wrong_refuses_the_version_by_the_ranks_name(tmp_path):
@@ -192,7 +213,7 @@ def test_a_tensor_of_which_no_rank_takes_the_rest_is_refused_by_name(tmp_path):
 
 def test_the_death_of_one_rank_is_the_loss_of_the_engine(tmp_path):
     class Dying(VllmOf):
-        async def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+        async def call_utility_all_async(self, call: str, *args: Any) -> list[Any]:
             raise EOFError("worker died")
 
     engine = front(tmp_path, Dying(ranks=2), 2)
