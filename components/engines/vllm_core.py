@@ -38,6 +38,8 @@ def _stand_still(core: EngineCoreProc, mode: str, clear_cache: bool) -> Future[N
 
 def _take_staged(core: EngineCoreProc, version: str) -> Future[list[Any]]:
     """What each rank's `load_staged` answers. Where one failed, the engine stands still until a later load."""
+    from vllm.v1.engine import EngineCoreRequestType
+
     taken: Future[list[Any]] = Future()
 
     def take(still: Future[None]) -> None:
@@ -47,6 +49,7 @@ def _take_staged(core: EngineCoreProc, version: str) -> Future[list[Any]]:
             if all(failure is None for _, failure in answers):
                 core.set_weight_version(version)
                 core.resume_scheduler()
+                core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))  # an idle core waits for a message
             taken.set_result(answers)
         except Exception as error:
             taken.set_exception(error)

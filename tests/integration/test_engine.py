@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,13 +22,13 @@ from leeway.collector.progress import EngineHung
 from leeway.config.sampling import kept_width
 from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_blocks import block_size
-from leeway.engines.vllm_core import STAND_STILL
+from leeway.engines.vllm_core import STAND_STILL, TAKE_STAGED
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
 from leeway.trainer.convert import convert
 from leeway.trainer.trainer import Trainer
-from leeway.weights import Canary, WeightSyncError
+from leeway.weights import Canary, Publication, WeightSyncError
 
 from ..engine_contract import TOLERANCE, EngineContract, Publisher, Served, check_masks
 from ..trainers import batch_of, free_address, random_trajectories, settings_of
@@ -397,6 +398,57 @@ def test_an_engine_that_stands_still_is_found_out_and_may_go_on(served: ServedBy
         assert progress.silent_s() == 0
 
     served.run(hang())
+
+
+@pytest.mark.parametrize("in_flight", ["off", "keep", "recompute"])
+def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
+    served: ServedByVllm, in_flight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads and goes on while the collector's loop is busy with other things: what is in flight, or was asked before
+    the load, is finished meanwhile.
+    """
+    served.recover()
+    engine, versions, asked = served.engine, list[int](), asyncio.Event()
+    core = engine._llm.engine_core
+    call = core.call_utility_all_async
+
+    async def note(name: str, *args: Any) -> Any:
+        if name == TAKE_STAGED:
+            asyncio.get_running_loop().call_later(0.05, asked.set)
+        return await call(name, *args)
+
+    @contextmanager
+    def busy() -> Iterator[None]:
+        time.sleep(3)
+        yield
+
+    def listen(_: int, tokens: list[int], __: Any, version: int) -> None:
+        versions.extend([version] * len(tokens))
+
+    def ask() -> asyncio.Task[Any]:
+        how: dict[str, Any] = dict(n=1, temperature=1.0, max_tokens=120, stop_token_ids=[], heard=listen)
+        return asyncio.create_task(engine.generate([5] * 4, **how))
+
+    async def load() -> None:
+        staged, _ = await served.weight_sync(in_flight)._staged(Publication(*served.publisher.next()))
+        first = ask()
+        while not versions:
+            await asyncio.sleep(0)
+        loading = asyncio.create_task(engine.load_weights(staged, in_flight=in_flight, paused=busy))
+        last = first
+        if in_flight == "off":
+            await asked.wait()
+            last = ask()
+        await loading
+        await asyncio.sleep(0.05)
+        assert last.done(), "it waited to be told to go on"
+        await engine.read_back(staged)
+        staged.release()
+
+    monkeypatch.setattr(core, "call_utility_all_async", note)
+    served.run(load())
+    assert versions.count(served.publisher.version) >= 100
+    served.recover()
 
 
 def test_a_prefix_cache_kept_across_versions_is_refused(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +16,7 @@ class Core:
         self._busy, self._failure = busy, failure
         self.pausing: Future[None] = Future()
         self.did: list[str] = []
+        self.input_queue: queue.Queue[Any] = queue.Queue()
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
         self.did.append(f"pause {mode} {clear_cache}")
