@@ -9,6 +9,7 @@ turn of a process that shares its core with others.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -36,27 +37,29 @@ def _stand_still(core: EngineCoreProc, mode: str, clear_cache: bool) -> Future[N
     return still
 
 
-def _take_staged(core: EngineCoreProc, version: str) -> Future[list[Any]]:
-    """What each rank's `load_staged` answers. Where one failed, the engine stands still until a later load."""
+def _take_staged(core: EngineCoreProc, version: str) -> Future[tuple[list[Any], float]]:
+    """(what each rank's `load_staged` answers, seconds). Where one failed, it stands still until a later load."""
     from vllm.v1.engine import EngineCoreRequestType
 
-    taken: Future[list[Any]] = Future()
+    taken: Future[tuple[list[Any], float]] = Future()
 
     def take(still: Future[None]) -> None:
         try:
             still.result()
+            since = time.monotonic()
             answers = core.collective_rpc("load_staged")
             if all(failure is None for _, failure in answers):
                 core.set_weight_version(version)
                 core.resume_scheduler()
-                core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))  # an idle core waits for a message
-            taken.set_result(answers)
+                # One that was idle has looked for work before it called this, and waits for a message now.
+                core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+            taken.set_result((answers, time.monotonic() - since))
         except Exception as error:
             taken.set_exception(error)
 
     still: Future[None] | None = getattr(core, "_leeway_still", None)
     if still is None:
-        taken.set_exception(RuntimeError("weights are loaded by an engine that was not asked to stand still, or cannot"))
+        taken.set_exception(RuntimeError("the engine was not asked to stand still before it was told to load"))
     else:
         still.add_done_callback(take)
     return taken

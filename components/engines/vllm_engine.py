@@ -353,28 +353,28 @@ class VllmEngine:
         self._num_loads += 1
         asked, take = time.monotonic(), functools.partial(self._all, TAKE_STAGED, str(manifest.policy_version))
         with ExitStack() as pausing:
-            if self._is_asleep:
-                stopped = asked
+            if was_asleep := self._is_asleep:
                 pausing.enter_context(paused())
                 await self._ask("reclaim_memory", manifest)
                 self._is_asleep = False
-                answers = await take()
+                of_copies = await take()
             else:  # both at once: the engine goes on from one to the other, and waits for no turn of this process
                 still, taken = asyncio.ensure_future(self._stand_still(in_flight)), asyncio.ensure_future(take())
                 pausing.callback(taken.cancel)
                 await still
-                stopped = time.monotonic()
                 self.progress.pause()
                 pausing.enter_context(paused())
-                answers = await taken
-            self._checked(answers, manifest)
+                of_copies = await taken
+            self._checked([answers for answers, _ in of_copies], manifest)
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
             # look for their prefixes under another name. What waits since before the load still shares the old ones,
             # of versions that were new enough for it. Of the load, not of the version: the same version is loaded again
             # after a load that went wrong, and by another run on this engine.
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
             self.progress.resume()
-        return LoadTimes(ahead_s=asked - started, drain_s=stopped - asked, pause_s=time.monotonic() - stopped)
+        took_s = time.monotonic() - asked
+        pause_s = took_s if was_asleep else max(seconds for _, seconds in of_copies)
+        return LoadTimes(ahead_s=asked - started, drain_s=took_s - pause_s, pause_s=pause_s)
 
     async def _load_adapter(self, versions: Versions, staged: StagedWeights) -> None:
         """Some layers between two passes, into a slot that no request is of."""

@@ -17,6 +17,7 @@ from leeway.collector.engine import EngineLost, EngineSettings
 from leeway.collector.progress import Progress
 from leeway.engines import vllm_engine as engine_module
 from leeway.engines.shards import PartsTaken
+from leeway.engines.vllm_core import STAND_STILL, TAKE_STAGED
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.engines.vllm_worker_env import prepare
 from leeway.transports.shared_memory import PREFIX, SharedFolder
@@ -74,12 +75,10 @@ class VllmOf:
         self.engine_core = self
 
     async def call_utility_all_async(self, call: str, *args: Any) -> list[Any]:
-        if call != "collective_rpc":
-            self.calls.append(" ".join([call.removeprefix("leeway_"), *map(str, args)]))
-            return [self._answers[call].pop(0)] if self._answers.get(call) else [[(None, None)] * self._ranks]
-        method = args[0]
-        self.calls.append(method)
-        return [self._answers[method].pop(0) if self._answers.get(method) else [(True, None)] * self._ranks]
+        method = args[0] if call == "collective_rpc" else call
+        self.calls.append(method if call == "collective_rpc" else " ".join([call, *map(str, args)]))
+        answers = self._answers[method].pop(0) if self._answers.get(method) else [(True, None)] * self._ranks
+        return [(answers, 0.25) if call == TAKE_STAGED else answers]
 
 
 def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
@@ -141,7 +140,7 @@ def test_memory_of_a_version_is_for_the_next_one_once_the_engine_has_closed_it(t
 def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own(tmp_path):
     """The same version again, after a load that went wrong or in another run on this engine, meets no old cache."""
     refused = [(None, ("load", "a layer was left out"))]
-    engine = front(tmp_path, VllmOf(leeway_take_staged=[[(None, None)], refused]))
+    engine = front(tmp_path, VllmOf(**{TAKE_STAGED: [[(None, None)], refused]}))
     salts = []
 
     async def loads() -> None:
@@ -161,7 +160,7 @@ def test_all_ranks_load_ahead_before_the_pause_and_the_version_changes_within_it
     llm = VllmOf(ranks=2, load_ahead=[[(True, None), (False, None)], [(True, None), (True, None)]])
     engine = front(tmp_path, llm, ranks=2)
     asyncio.run(engine.load_weights(engine.stage(manifest_of()), in_flight="recompute"))
-    assert llm.calls == ["map_staged", "load_ahead", "load_ahead", "stand_still keep True", "take_staged 3"]
+    assert llm.calls == ["map_staged", "load_ahead", "load_ahead", f"{STAND_STILL} keep True", f"{TAKE_STAGED} 3"]
 
 
 def test_every_copy_of_a_model_is_asked_and_one_that_fails_refuses_the_version(tmp_path):
@@ -175,7 +174,7 @@ def test_every_copy_of_a_model_is_asked_and_one_that_fails_refuses_the_version(t
 
 
 def test_a_load_that_fails_lets_the_engine_stand_still_without_being_taken_for_hung(tmp_path):
-    engine = front(tmp_path, VllmOf(leeway_take_staged=[[(None, ("load", "a layer was left out"))]]))
+    engine = front(tmp_path, VllmOf(**{TAKE_STAGED: [[(None, ("load", "a layer was left out"))]]}))
 
     async def load() -> None:
         with engine.progress.request("waits", num_sequences=1, prompt_tokens=1):
@@ -183,7 +182,8 @@ def test_a_load_that_fails_lets_the_engine_stand_still_without_being_taken_for_h
                 await engine.load_weights(engine.stage(manifest_of()), in_flight="off")
             await asyncio.sleep(0.02)
             assert engine.progress.silent_s() == 0
-            await engine.load_weights(engine.stage(manifest_of()), in_flight="off")
+            times = await engine.load_weights(engine.stage(manifest_of()), in_flight="off")
+            assert times.pause_s == 0.25, "as the engine says: it did not wait for this process"
             await asyncio.sleep(0.02)
             assert engine.progress.silent_s() > 0
 

@@ -35,7 +35,7 @@ class Core:
         self.did.append("resume")
 
 
-def loads(core: Any) -> tuple[Future[None], Future[list[Any]]]:
+def loads(core: Any) -> tuple[Future[None], Future[Any]]:
     return vllm_core._stand_still(core, "wait", True), vllm_core._take_staged(core, "7")
 
 
@@ -43,7 +43,7 @@ def test_an_idle_engine_loads_at_once():
     core = Core(busy=False)
     still, taken = loads(core)
     assert still.done()
-    assert taken.result(0) == [(None, None), (None, None)]
+    assert taken.result(0)[0] == [(None, None), (None, None)]
     assert core.did == ["pause wait True", "load_staged", "version 7", "resume"]
 
 
@@ -57,6 +57,7 @@ def test_a_busy_engine_loads_in_the_moment_in_which_it_has_drained():
     core.pausing.set_result(None)
     assert core.did == ["pause wait True", "load_staged", "version 7", "resume"]
     assert taken.done()
+    assert core.input_queue.get_nowait()[0].name == "WAKEUP", "it has gone to wait for a message"
 
 
 def test_whoever_waits_for_the_pause_is_told_before_the_load():
@@ -72,7 +73,7 @@ def test_whoever_waits_for_the_pause_is_told_before_the_load():
 def test_an_engine_whose_load_failed_neither_names_the_version_nor_goes_on():
     core = Core(busy=False, failure=("load", "a layer was left out"))
     _, taken = loads(core)
-    assert taken.result(0)[1] == (None, ("load", "a layer was left out"))
+    assert taken.result(0)[0][1] == (None, ("load", "a layer was left out"))
     assert core.did[-1] == "load_staged"
 
 
@@ -96,5 +97,5 @@ def test_a_pause_that_raises_leaves_no_earlier_one_to_load_after():
     core.pause_scheduler = lambda *_: (_ for _ in ()).throw(ValueError("no such mode"))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such mode"):
         vllm_core._stand_still(core, "wait", True)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="not asked to stand still"):
+    with pytest.raises(RuntimeError, match="was not asked to stand still"):
         vllm_core._take_staged(core, "8").result(0)  # type: ignore[arg-type]
