@@ -120,10 +120,14 @@ class Progress:
         if not self._behind:
             self._all_caught_up.set()
 
-    def passed(self, at: float, sampled: Sequence[Sampled]) -> None:
-        """A pass of the engine ended at `at`, by the clock that `now` reads. Parts of a pass share their moment."""
+    def passed(self, at: float, sampled: Sequence[Sampled], *, after_load: bool = False) -> None:
+        """A pass of the engine ended at `at`, by the clock that `now` reads. Parts of a pass share their moment.
+
+        `after_load`: it is the first under new weights. How long it took is not known where the news of the load comes
+        later than its own: it counts for nobody.
+        """
         if at != self._passed_at:
-            self._pass_s = max(0.0, at - max(self._passed_at, self._begun_at))
+            self._pass_s = 0.0 if after_load else max(0.0, at - max(self._passed_at, self._begun_at))
             self._passed_at = at
         self._sign_at = self._now()
         less = False

@@ -11,12 +11,23 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
 STAND_STILL, TAKE_STAGED = "leeway_stand_still", "leeway_take_staged"
+
+_PAUSES = "_leeway_pauses"
+
+
+@dataclass
+class _Pauses:
+    """How many there were; the last one, until something was loaded in it."""
+
+    num: int = 0
+    still: Future[None] | None = None
 
 
 def add_calls() -> None:
@@ -28,26 +39,34 @@ def add_calls() -> None:
 
 
 def _stand_still(core: EngineCoreProc, mode: str, clear_cache: bool) -> Future[None]:
-    core._leeway_still = None  # type: ignore[attr-defined]
+    pauses: _Pauses = vars(core).setdefault(_PAUSES, _Pauses())
+    pauses.num, pauses.still = pauses.num + 1, None
     still = core.pause_scheduler(mode, clear_cache)  # type: ignore[arg-type]
     if still is None:
         still = Future()
         still.set_result(None)
-    core._leeway_still = still  # type: ignore[attr-defined]
+    pauses.still = still
     return still
 
 
 def _take_staged(core: EngineCoreProc, version: str) -> Future[tuple[list[Any], float]]:
-    """(what each rank's `load_staged` answers, seconds). Where one failed, it stands still until a later load."""
+    """(what each rank's `load_staged` answers, seconds). Where one failed, it stands still until a later load.
+
+    Fails without a pause of its own, and where another pause came before the end of that one: the load was given up.
+    """
     from vllm.v1.engine import EngineCoreRequestType
 
     taken: Future[tuple[list[Any], float]] = Future()
+    pauses: _Pauses = vars(core).setdefault(_PAUSES, _Pauses())
+    asked, still, pauses.still = pauses.num, pauses.still, None
 
     def take(still: Future[None]) -> None:
         try:
             still.result()
+            if pauses.num != asked:
+                raise RuntimeError("the engine was asked to stand still for something else before it loaded")
             since = time.monotonic()
-            answers = core.collective_rpc("load_staged")
+            answers = core.collective_rpc("load_staged", args=(version,))
             if all(failure is None for _, failure in answers):
                 core.set_weight_version(version)
                 core.resume_scheduler()
@@ -57,7 +76,6 @@ def _take_staged(core: EngineCoreProc, version: str) -> Future[tuple[list[Any], 
         except Exception as error:
             taken.set_exception(error)
 
-    still: Future[None] | None = getattr(core, "_leeway_still", None)
     if still is None:
         taken.set_exception(RuntimeError("the engine was not asked to stand still before it was told to load"))
     else:

@@ -173,6 +173,7 @@ class VllmEngine:
         pass; vLLM's own statistics, which would say less, cost each token more.
         """
         processor, groups, passed = self._llm.output_processor, self._groups, self.progress.passed
+        versions: list[str | None] = [None]
         process, requests, propagate = processor.process_outputs, processor.request_states, processor.propagate_error
 
         def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +189,9 @@ class VllmEngine:
                     if (request := requests.get(o.request_id)) is not None:
                         name = request.external_req_id
                         sampled.append(Sampled(name, o.request_id, len(o.new_token_ids), o.finished))
-            passed(timestamp or time.monotonic(), sampled)
+            version, before = kwargs["weight_version"], versions[-1]
+            versions[-1] = version
+            passed(timestamp or time.monotonic(), sampled, after_load=version != before)
             return process(others, timestamp, *args, **kwargs)
 
         def propagate_error(error: Exception) -> None:
@@ -351,21 +354,26 @@ class VllmEngine:
         while not all(await self._ask("load_ahead", manifest)):
             pass
         self._num_loads += 1
-        asked, take = time.monotonic(), functools.partial(self._all, TAKE_STAGED, str(manifest.policy_version))
+        asked = time.monotonic()
         with ExitStack() as pausing:
             if was_asleep := self._is_asleep:
                 pausing.enter_context(paused())
                 await self._ask("reclaim_memory", manifest)
                 self._is_asleep = False
-                of_copies = await take()
+                pause_s = await self._taken(manifest)
             else:  # both at once: the engine goes on from one to the other, and waits for no turn of this process
-                still, taken = asyncio.ensure_future(self._stand_still(in_flight)), asyncio.ensure_future(take())
+                still = asyncio.ensure_future(self._stand_still(in_flight))
+                taken = asyncio.ensure_future(self._taken(manifest, still))
+                taken.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # `still` may fail first
                 pausing.callback(taken.cancel)
                 await still
                 self.progress.pause()
                 pausing.enter_context(paused())
-                of_copies = await taken
-            self._checked([answers for answers, _ in of_copies], manifest)
+                try:
+                    pause_s = await taken
+                except asyncio.CancelledError:
+                    self.progress.resume()  # as the engine does, unless it fails
+                    raise
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
             # look for their prefixes under another name. What waits since before the load still shares the old ones,
             # of versions that were new enough for it. Of the load, not of the version: the same version is loaded again
@@ -373,7 +381,7 @@ class VllmEngine:
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
             self.progress.resume()
         took_s = time.monotonic() - asked
-        pause_s = took_s if was_asleep else max(seconds for _, seconds in of_copies)
+        pause_s = took_s if was_asleep else pause_s
         return LoadTimes(ahead_s=asked - started, drain_s=took_s - pause_s, pause_s=pause_s)
 
     async def _load_adapter(self, versions: Versions, staged: StagedWeights) -> None:
@@ -410,6 +418,24 @@ class VllmEngine:
             raise EngineLost(f"the inference engine cannot sleep: {failures[0][1]}")
         return sum(released for released, _ in answers)
 
+    async def _taken(self, manifest: Manifest, still: Awaitable[None] | None = None) -> float:
+        """Load what was staged into an engine that stands still, or is about to, and go on; seconds without generation.
+
+        Of several copies of the model none goes on unless all have loaded.
+        """
+        version = str(manifest.policy_version)
+        if self._num_copies == 1:
+            [(answers, seconds)] = await self._all(TAKE_STAGED, version)
+            self._checked([answers], manifest)
+            return seconds
+        if still is not None:
+            await still
+        since = time.monotonic()
+        await self._ask("load_staged", manifest, version)
+        await self._all("set_weight_version", version)
+        await self._all("resume_scheduler")
+        return time.monotonic() - since
+
     async def _stand_still(self, in_flight: str) -> None:
         await self._all(STAND_STILL, "wait" if in_flight == "off" else "keep", in_flight != "keep")
 
@@ -418,8 +444,11 @@ class VllmEngine:
         while not all(await self._ask("read_back_some", staged.manifest, self._read_back)):
             pass
         if not self._none_left_out:
-            if names := left_out(staged.manifest.entries, await self._ask("parts_taken", staged.manifest)):
-                raise staged.manifest.error("load", f"the ranks together did not take all of {', '.join(names)}")
+            of_copies = await self._all("collective_rpc", "parts_taken", None, ())
+            self._checked(of_copies, staged.manifest)
+            for answers in of_copies:
+                if names := left_out(staged.manifest.entries, [parts for parts, _ in answers]):
+                    raise staged.manifest.error("load", f"the ranks together did not take all of {', '.join(names)}")
             self._none_left_out = True  # which part is whose never changes
         if staged.name in self._lent:
             self._lent[staged.name] = True

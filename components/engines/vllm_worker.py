@@ -110,8 +110,8 @@ class WorkerExtension:
         return self.load_ahead()
 
     @answered
-    def load_staged(self: Any) -> None:
-        self.load_staged()
+    def load_staged(self: Any, version: str) -> None:
+        self.load_staged(version)
 
     @answered
     def read_back_some(self: Any, compare: bool) -> bool:
@@ -229,9 +229,11 @@ class EngineWeights:
         return True
 
     @torch.no_grad()
-    def load_staged(self) -> None:
-        """In the pause."""
-        assert self._staged is not None, "nothing was staged"
+    def load_staged(self, version: str) -> None:
+        """In the pause. Raises RuntimeError unless it is this version that was staged, and loaded as far as can be."""
+        staged = None if self._staged is None else str(self._staged.manifest.policy_version)
+        if self._staged is None or staged != version or self._filling is not None:
+            raise RuntimeError(f"told to load version {version}, while {staged} is staged: the load was given up")
         if self._shadow is not None:
             self._shadow.swap()
         else:

@@ -159,9 +159,9 @@ class Saboteur(vllm_worker.WorkerExtension):
     def _after_the_load(self: Any, break_it: Callable[[], None]) -> None:
         weights = vllm_worker.weights_of(self)
 
-        def load() -> None:
+        def load(version: str) -> None:
             self.disarm()
-            weights.load_staged()
+            weights.load_staged(version)
             with torch.no_grad():
                 break_it()
 

@@ -400,6 +400,29 @@ def test_an_engine_that_stands_still_is_found_out_and_may_go_on(served: ServedBy
     served.run(hang())
 
 
+def test_only_the_version_that_was_staged_is_loaded(served: ServedByVllm) -> None:
+    """A call that comes late, of a load that was given up, finds another version, or none, or half of one."""
+    served.recover()
+    result, (check, why) = served.rpc("load_staged", "99")
+    assert (result, check) == (None, "load")
+    assert "told to load version 99, while None is staged" in why
+
+    async def half_loaded() -> Any:
+        staged, _ = await served.weight_sync("off")._staged(Publication(*served.publisher.next()))
+        await served.engine._map(staged, ahead=True)
+        answers = [
+            await served.engine._llm.collective_rpc("load_staged", args=(version,))
+            for version in ("99", str(served.publisher.version))
+        ]
+        staged.release()
+        return answers
+
+    for [(_, (check, why))] in served.run(half_loaded()):
+        assert check == "load"
+        assert f"while {served.publisher.version} is staged" in why
+    served.recover()
+
+
 @pytest.mark.parametrize("in_flight", ["off", "keep", "recompute"])
 def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
     served: ServedByVllm, in_flight: str, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
     engine._num_loads, engine._cache_salt, engine._double_buffer, engine._read_back = 0, None, True, True
     engine._versions, engine._spare, engine._lent = None, None, {}
     engine._num_ranks, engine._none_left_out, engine._is_asleep = ranks, ranks == 1, False
+    engine._num_copies = 1
     engine._shared_memory, engine._sleep_level = SharedFolder(folder), 2
     return engine
 
@@ -171,6 +172,19 @@ def test_every_copy_of_a_model_is_asked_and_one_that_fails_refuses_the_version(t
     engine = front(tmp_path, Copies())
     with pytest.raises(WeightSyncError, match=r"rank 1: a layer was left out"):
         asyncio.run(engine.read_back(engine.stage(manifest_of())))
+
+
+def test_no_copy_of_a_model_goes_on_unless_all_have_loaded(tmp_path):
+    refused = [(None, None), (None, ("load", "a layer was left out"))]
+    llm = VllmOf(ranks=2, load_staged=[refused])
+    engine = front(tmp_path, llm)
+    engine._num_copies = 2
+    with pytest.raises(WeightSyncError, match="a layer was left out"):
+        asyncio.run(engine.load_weights(engine.stage(manifest_of()), in_flight="off"))
+    load = ["map_staged", "load_ahead", f"{STAND_STILL} wait True", "load_staged"]
+    assert llm.calls == load
+    asyncio.run(engine.load_weights(engine.stage(manifest_of()), in_flight="off"))
+    assert llm.calls == [*load, *load, "set_weight_version 3", "resume_scheduler"]
 
 
 def test_a_load_that_fails_lets_the_engine_stand_still_without_being_taken_for_hung(tmp_path):

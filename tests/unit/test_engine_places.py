@@ -305,6 +305,17 @@ def test_a_rollouts_clock_counts_its_share_of_the_passes_and_all_that_is_outside
     assert clock.idle_s == 12
 
 
+def test_the_pass_after_a_load_counts_for_nobody_where_its_news_comes_before_that_of_the_load():
+    now = [0.0]
+    clock, progress = RolloutClock(lambda: now[0]), Progress(lambda: now[0])
+    with clock, progress.request("r", num_sequences=1, prompt_tokens=10, clock=clock):
+        progress.passed(10.0, [Sampled("r", "a", 1, False)])
+        progress.passed(500.0, [Sampled("r", "a", 1, False)], after_load=True)
+        assert clock.counted_s == 10
+        progress.passed(501.0, [Sampled("r", "a", 1, False)])
+        assert clock.counted_s == 11
+
+
 def test_a_full_cache_lets_nobody_begin():
     async def main() -> None:
         progress = Progress()

@@ -22,8 +22,8 @@ class Core:
         self.did.append(f"pause {mode} {clear_cache}")
         return self.pausing if self._busy else None
 
-    def collective_rpc(self, method: str) -> list[Any]:
-        self.did.append(method)
+    def collective_rpc(self, method: str, args: tuple[str]) -> list[Any]:
+        self.did.append(f"{method} {args[0]}")
         if isinstance(self._failure, Exception):
             raise self._failure
         return [(None, None), (None, self._failure)]
@@ -44,7 +44,7 @@ def test_an_idle_engine_loads_at_once():
     still, taken = loads(core)
     assert still.done()
     assert taken.result(0)[0] == [(None, None), (None, None)]
-    assert core.did == ["pause wait True", "load_staged", "version 7", "resume"]
+    assert core.did == ["pause wait True", "load_staged 7", "version 7", "resume"]
 
 
 def test_a_busy_engine_loads_in_the_moment_in_which_it_has_drained():
@@ -55,7 +55,7 @@ def test_a_busy_engine_loads_in_the_moment_in_which_it_has_drained():
     assert core.did == ["pause wait True"]
     assert not taken.done()
     core.pausing.set_result(None)
-    assert core.did == ["pause wait True", "load_staged", "version 7", "resume"]
+    assert core.did == ["pause wait True", "load_staged 7", "version 7", "resume"]
     assert taken.done()
     assert core.input_queue.get_nowait()[0].name == "WAKEUP", "it has gone to wait for a message"
 
@@ -64,7 +64,7 @@ def test_whoever_waits_for_the_pause_is_told_before_the_load():
     core = Core(busy=True)
     told = []
     still = vllm_core._stand_still(core, "wait", True)  # type: ignore[arg-type]
-    still.add_done_callback(lambda _: told.append("load_staged" in core.did))
+    still.add_done_callback(lambda _: told.append("load_staged 7" in core.did))
     vllm_core._take_staged(core, "7")  # type: ignore[arg-type]
     core.pausing.set_result(None)
     assert told == [False]
@@ -74,7 +74,7 @@ def test_an_engine_whose_load_failed_neither_names_the_version_nor_goes_on():
     core = Core(busy=False, failure=("load", "a layer was left out"))
     _, taken = loads(core)
     assert taken.result(0)[0][1] == (None, ("load", "a layer was left out"))
-    assert core.did[-1] == "load_staged"
+    assert core.did[-1] == "load_staged 7"
 
 
 @pytest.mark.parametrize("fails", ["pause", "load"])
@@ -91,11 +91,31 @@ def test_an_error_reaches_whoever_waits(fails):
     assert "resume" not in core.did
 
 
-def test_a_pause_that_raises_leaves_no_earlier_one_to_load_after():
+def test_nothing_is_loaded_without_a_pause_of_its_own():
+    """As where a load is given up between its two calls: the engine generates, and its batch has a version."""
     core = Core(busy=False)
     loads(core)
+    did = list(core.did)
+    with pytest.raises(RuntimeError, match="was not asked to stand still"):
+        vllm_core._take_staged(core, "8").result(0)  # type: ignore[arg-type]
     core.pause_scheduler = lambda *_: (_ for _ in ()).throw(ValueError("no such mode"))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such mode"):
         vllm_core._stand_still(core, "wait", True)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="was not asked to stand still"):
         vllm_core._take_staged(core, "8").result(0)  # type: ignore[arg-type]
+    assert core.did == did
+
+
+def test_a_load_that_was_given_up_in_its_drain_takes_nothing_of_the_next_one():
+    """vLLM calls back the last one first."""
+    core = Core(busy=True)
+    _, given_up = loads(core)
+    first, core.pausing = core.pausing, Future()
+    vllm_core._stand_still(core, "wait", True)  # type: ignore[arg-type]
+    taken = vllm_core._take_staged(core, "8")  # type: ignore[arg-type]
+    core.pausing.set_result(None)
+    first.set_result(None)
+    with pytest.raises(RuntimeError, match="for something else before it loaded"):
+        given_up.result(0)
+    assert taken.done()
+    assert core.did[2:] == ["load_staged 8", "version 8", "resume"]
