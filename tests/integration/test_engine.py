@@ -423,7 +423,7 @@ def test_only_the_version_that_was_staged_is_loaded(served: ServedByVllm) -> Non
     served.recover()
 
 
-@pytest.mark.parametrize("in_flight", ["off", "keep", "recompute"])
+@pytest.mark.parametrize("in_flight", ["off", "keep"])
 def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
     served: ServedByVllm, in_flight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,14 +442,14 @@ def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
 
     @contextmanager
     def busy() -> Iterator[None]:
-        time.sleep(3)
+        time.sleep(4)
         yield
 
     def listen(_: int, tokens: list[int], __: Any, version: int) -> None:
         versions.extend([version] * len(tokens))
 
     def ask() -> asyncio.Task[Any]:
-        how: dict[str, Any] = dict(n=1, temperature=1.0, max_tokens=120, stop_token_ids=[], heard=listen)
+        how: dict[str, Any] = dict(n=1, temperature=1.0, max_tokens=100, stop_token_ids=[], heard=listen)
         return asyncio.create_task(engine.generate([5] * 4, **how))
 
     async def load() -> None:
@@ -470,7 +470,7 @@ def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
 
     monkeypatch.setattr(core, "call_utility_all_async", note)
     served.run(load())
-    assert versions.count(served.publisher.version) >= 100
+    assert versions[-1] == served.publisher.version
     served.recover()
 
 
