@@ -85,7 +85,8 @@ class SampledTokens:
 @dataclass(frozen=True)
 class LoadTimes:
     """`ahead_s`: spent on the load beside generation. `drain_s`: until the engine stood still (it generates to the end
-    of its pass, with "off" of all requests). `pause_s`: from there on, nothing was generated for this long.
+    of its pass, with "off" of all requests), and of one in another process until it is heard to go on. `pause_s`: how
+    long it stood still.
     """
 
     drain_s: float

@@ -79,8 +79,8 @@ def _release_when_done(making: asyncio.Future[T], staged_of: Callable[[T], Stage
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync, in seconds: `ahead_s` to fetch, check and load ahead, `drain_s` until the engine stood still,
-    `pause_s` without generation, `proof_s` from there to the end of the proof. Only in the pause nothing is generated.
+    """One weight sync, in seconds: `ahead_s` to fetch, check and load ahead, `drain_s` and `pause_s` as in `LoadTimes`,
+    `proof_s` from there to the end of the proof. Only in the pause nothing is generated.
 
     `served_gap`: on the canary; `tolerance`: what it was held to. `num_bytes`: of the version; `fetched_bytes`: those
     that came from the trainer.

@@ -173,10 +173,11 @@ class VllmEngine:
         pass; vLLM's own statistics, which would say less, cost each token more.
         """
         processor, groups, passed = self._llm.output_processor, self._groups, self.progress.passed
-        versions: list[str | None] = [None]
+        under: str | None = None  # the version of the last pass
         process, requests, propagate = processor.process_outputs, processor.request_states, processor.propagate_error
 
         def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
+            nonlocal under
             sampled, others = [], []
             for o in outputs:
                 if o.request_id == PASS:
@@ -189,9 +190,8 @@ class VllmEngine:
                     if (request := requests.get(o.request_id)) is not None:
                         name = request.external_req_id
                         sampled.append(Sampled(name, o.request_id, len(o.new_token_ids), o.finished))
-            version, before = kwargs["weight_version"], versions[-1]
-            versions[-1] = version
-            passed(timestamp or time.monotonic(), sampled, after_load=version != before)
+            before, under = under, kwargs["weight_version"]
+            passed(timestamp or time.monotonic(), sampled, after_load=under != before)
             return process(others, timestamp, *args, **kwargs)
 
         def propagate_error(error: Exception) -> None:
@@ -356,11 +356,12 @@ class VllmEngine:
         self._num_loads += 1
         asked = time.monotonic()
         with ExitStack() as pausing:
-            if was_asleep := self._is_asleep:
+            if self._is_asleep:
                 pausing.enter_context(paused())
                 await self._ask("reclaim_memory", manifest)
                 self._is_asleep = False
-                pause_s = await self._taken(manifest)
+                await self._taken(manifest)
+                pause_s = time.monotonic() - asked
             else:  # both at once: the engine goes on from one to the other, and waits for no turn of this process
                 still = asyncio.ensure_future(self._stand_still(in_flight))
                 taken = asyncio.ensure_future(self._taken(manifest, still))
@@ -375,14 +376,12 @@ class VllmEngine:
                     self.progress.resume()  # as the engine does, unless it fails
                     raise
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
-            # look for their prefixes under another name. What waits since before the load still shares the old ones,
-            # of versions that were new enough for it. Of the load, not of the version: the same version is loaded again
-            # after a load that went wrong, and by another run on this engine.
+            # look for their prefixes under another name. What was sent before the news of the load still shares the
+            # old ones, of versions that were new enough for it. The name is of the load, not of the version: the same
+            # version is loaded again after a load that went wrong, and by another run on this engine.
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
             self.progress.resume()
-        took_s = time.monotonic() - asked
-        pause_s = took_s if was_asleep else pause_s
-        return LoadTimes(ahead_s=asked - started, drain_s=took_s - pause_s, pause_s=pause_s)
+        return LoadTimes(ahead_s=asked - started, drain_s=time.monotonic() - asked - pause_s, pause_s=pause_s)
 
     async def _load_adapter(self, versions: Versions, staged: StagedWeights) -> None:
         """Some layers between two passes, into a slot that no request is of."""
