@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peers import MARK, random_weights, watched
+from peers import MARK, Run, random_weights, watched
 from quickstart_runs import HERE, warmed_up
 
 STEPS = (1_000, 10_000, 100_000)
@@ -71,10 +71,8 @@ def one_run(part: str, scale: int, warm: Path, out: Path, steps: int) -> dict[st
     ]
     command = [sys.executable, "-c", "from leeway.cli.main import main; main()", "run", "async_rl"]
     lines = out / "growth" / label / "stages" / "async_rl" / "metrics.jsonl"
-    env = environment(label)
-    found = watched(
-        [*command, "--config", "quickstart", *options], env, label, lines, out / f"{label}.log", steps=steps, target=0.0
-    )
+    command += ["--config", "quickstart", *options]
+    found = watched(Run({}, label, command, environment(label), lines, out / f"{label}.log", steps, 0.0))
     units = found["tokens"] if part == "tokens" else groups
     return {
         "groups": groups,

@@ -1,6 +1,6 @@
-"""One training run of a peer, for `peers.py`: TRL's GRPOTrainer, or a loop of torchrl's wrappers and GRPOLoss.
+"""One run of a peer, for `peers.py`: TRL's GRPOTrainer, a loop of torchrl's wrappers and GRPOLoss, or vLLM alone.
 
-    python benchmarks/peer_loops.py trl|trl_vllm|torchrl SPEC.json OUT.jsonl
+    python benchmarks/peer_loops.py trl|trl_vllm|torchrl|vllm SPEC.json OUT.jsonl
 
 A line of OUT for each step: its seconds, generation and training together, and its sampled tokens; a line for each
 evaluation, whose time is in no step. Generation and training take turns. On a CPU, and without `_vllm`, transformers
@@ -183,8 +183,13 @@ def trl(spec: dict[str, Any], out: str, *, vllm: bool = False) -> None:
     passes = 1 if spec["device"] == "cpu" else num_passes(size, spec["model_length"])
     if vllm:
         generation: dict[str, Any] = {"min_tokens": spec["min_tokens"]}
+        if spec["cache_bytes"]:
+            from trl.generation import vllm_generation
+
+            sized = functools.partial(vllm_generation.LLM, kv_cache_memory_bytes=spec["cache_bytes"])
+            vllm_generation.LLM = sized
         engine: dict[str, Any] = {
-            **{"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4},
+            **{"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": spec["gpu_share"]},
             # Without it TRL would compute all logprobs once more.
             **{"vllm_max_model_length": spec["model_length"], "vllm_importance_sampling_correction": False},
         }
@@ -307,7 +312,50 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
         record.step(number, int(mask.sum()))
 
 
+# ----------------------------------------------------------------------------------------------------- vLLM alone
+
+
+def vllm_alone(spec: dict[str, Any], out: str) -> None:
+    """Answers of a step, one step after the other; nothing is trained, and nothing is made of the answers."""
+    import random
+
+    from vllm import LLM, SamplingParams
+
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    on_cpu = spec["device"] == "cpu"
+    sized = spec["cache_bytes"] or (2**30 if on_cpu else None)
+    llm = LLM(
+        model=spec["model"],
+        dtype=spec["dtype"],
+        max_model_len=spec["model_length"],
+        max_num_seqs=spec["groups"] * spec["group_size"],
+        gpu_memory_utilization=spec["gpu_share"],
+        kv_cache_memory_bytes=sized,
+        enforce_eager=on_cpu,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        seed=spec["seed"],
+        **({"block_size": 32} if on_cpu else {}),
+    )
+    params = SamplingParams(
+        n=spec["group_size"],
+        temperature=1.0,
+        max_tokens=spec["max_tokens"],
+        min_tokens=spec["min_tokens"],
+        logprobs=0,
+        detokenize=False,
+    )
+    record = Record(spec | {"eval_every": 0}, out, None, tokenizer)
+    order = random.Random(spec["seed"])
+    for number in range(1, spec["steps"] + 1):
+        asked = order.sample(spec["tasks"], spec["groups"])
+        prompts = [{"prompt_token_ids": tokenizer(q["prompt"], add_special_tokens=False)["input_ids"]} for q in asked]
+        record.begin()
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        record.step(number, sum(len(one.token_ids) for answer in answers for one in answer.outputs))
+
+
 if __name__ == "__main__":
     which, spec_file, out_file = sys.argv[1:]
-    loops = {"trl": trl, "trl_vllm": functools.partial(trl, vllm=True), "torchrl": torchrl}
+    loops = {"trl": trl, "trl_vllm": functools.partial(trl, vllm=True), "torchrl": torchrl, "vllm": vllm_alone}
     loops[which](json.loads(Path(spec_file).read_text(encoding="utf-8")), out_file)

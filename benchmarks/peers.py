@@ -5,6 +5,8 @@
     python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
     python benchmarks/peers.py --workloads long --systems trl:float32 hf4:bfloat16 --pairs 5
     python benchmarks/peers.py --device cuda --workloads chat thousand --systems trl_vllm bound2 --model FOLDER
+    python benchmarks/peers.py --workloads short --systems trl bound2 --slices 15 --pairs 5    # all alive, by turns
+    python benchmarks/peers.py --workloads long --systems hf hf+rollout.pull_every=3           # settings of ours
     python benchmarks/peers.py --show                                   # the table of all that was measured
     python benchmarks/peers.py --picture peers.png
 
@@ -23,6 +25,7 @@
 | trl | TRL's GRPOTrainer, transformers generates, all threads in turn |
 | trl_vllm | the same, vLLM generates in its process (`vllm_mode=colocate`); on a GPU only |
 | torchrl | torchrl's TransformersWrapper and GRPOLoss in a loop, all threads in turn |
+| vllm | vLLM alone generates the answers of a step; nothing is trained |
 | lockstep | ours, lag 0, vLLM; engine and trainer take turns with all cores |
 | lockstep_hf | the same, the engine on transformers |
 | bound1, bound2, bound4 | ours, vLLM, a lag of up to 1, 2, 4; each side has half of the cores |
@@ -36,6 +39,10 @@ fifth: medians over steps, then over rounds. Memory is the sum of what each proc
 sampled every three seconds. On one GPU (`--device cuda`) engine and trainer share it: lockstep in turns, the others at
 the same time (`cluster.placement`). Every result is kept in `OUT/peers.json`. A round takes a minute for each system;
 learning runs about two.
+
+With `--slices` all systems are started before any is measured, and then have the machine for some seconds each, again
+and again, while the processes of the others are stopped: a machine whose speed drifts drifts for all alike, and a start
+is paid once.
 """
 
 from __future__ import annotations
@@ -47,6 +54,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,14 +70,22 @@ import psutil
 from quickstart_runs import HERE, warmed_up
 
 MARK = "LEEWAY_PEERS_RUN"
-PEERS = ("trl", "trl_vllm", "torchrl")
+CORES_TO_START = 3
+"""For each run that starts beside others."""
+PEERS = ("trl", "trl_vllm", "torchrl", "vllm")
 NEEDS_GPU = ("trl_vllm",)
+ALONE = "vllm"  # no peer, but what an engine could do
 SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4")
 DTYPES = ("float32", "bfloat16")
+OF_A_TYPE = tuple(f":{dtype}" for dtype in DTYPES)
 DEVICES = ("cpu", "cuda")
 DEADLINE_S = 900
-GPU_SHARE = 0.4
-"""Of the GPU's memory, for vLLM."""
+GPU_SHARE = 0.8
+"""Of the GPU's memory, for all of vLLM where several runs share it; where one has it, vLLM takes half of that."""
+CACHE_BYTES = 4 * 2**30
+"""Of each vLLM where several share a GPU: what is free there cannot be measured while others start."""
+NOT_IN_NAMES = str.maketrans({c: "-" for c in "+=/:."})
+WITHOUT_END = 100_000
 
 
 @dataclass(frozen=True)
@@ -121,10 +137,14 @@ WORKLOADS = {
 
 def main() -> int:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as after any error, no run is left behind
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     results = out / "peers.json"
-    if not args.show and not args.picture:
+    missed = 0
+    if args.slices:
+        missed = measure_by_turns(args, out, results)
+    elif not args.show and not args.picture:
         for name in args.workloads:
             measure(name, args, out, results)
     rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -133,36 +153,54 @@ def main() -> int:
         print(f"picture: {args.picture}")
     else:
         print(table(rows))
-    return 0
+    return int(missed > 0)
 
 
 def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> None:
-    workload = WORKLOADS[name]
-    if args.steps:
-        workload = replace(workload, steps=args.steps, learn_steps=args.steps)
-    if args.learn and not workload.target:
-        raise SystemExit(f"--learn: got {name}; expected a workload with a target: short, smollm2")
-    model = model_of(workload, args, out)
-    files = task_files(workload, name, model, out)
+    """One run after the other, each alone."""
     for number in range(args.pairs):
         for system, dtype in in_turns(args.systems, args.dtypes):
-            label = f"{name}-{system}-{dtype}{'-learn' if args.learn else ''}-{number}-{os.getpid()}"
-            row = {"workload": name, "system": system, "dtype": dtype, "learn": args.learn, "device": args.device}
-            row |= one_run(
-                *(label, system, workload, model, files, out / "runs"),
-                **{"learn": args.learn, "threads": args.threads, "seed": number, "dtype": dtype},
-                device=args.device,
-            )
-            print(json.dumps(row), flush=True)
-            kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
-            results.write_text(json.dumps([*kept, row], indent=1), encoding="utf-8")
+            run = prepared(name, system, dtype, args, out, seed=number)
+            keep(results, run.row | {"learn": args.learn} | watched(run))
+
+
+def measure_by_turns(args: argparse.Namespace, out: Path, results: Path) -> int:
+    """All runs at once, each alone for `--slices` seconds at a time. How many ended before they were measured."""
+    named = in_turns(args.systems, args.dtypes)
+    runs = [
+        prepared(name, system, dtype, args, out, seed=0, alive=len(named) * len(args.workloads))
+        for name in args.workloads
+        for system, dtype in named
+    ]
+    alive: list[Alive] = []
+    try:
+        at_once = max(1, len(os.sched_getaffinity(0)) // CORES_TO_START)
+        for first in range(0, len(runs), at_once):
+            started = [Alive(run) for run in runs[first : first + at_once]]
+            alive += started
+            until_ready(started)
+        print(f"{sum(not one.ended for one in alive)} of {len(alive)} are ready", flush=True)
+        for _ in range(args.pairs):
+            for one in alive:
+                if (found := one.has_the_machine(args.slices)) is not None:
+                    keep(results, one.run.row | {"learn": False} | found)
+    finally:
+        for one in alive:
+            one.end()
+    return sum(one.ended for one in alive)
+
+
+def keep(results: Path, row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+    kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    results.write_text(json.dumps([*kept, row], indent=1), encoding="utf-8")
 
 
 def in_turns(systems: Sequence[str], dtypes: Sequence[str]) -> list[tuple[str, str]]:
     """The runs of a round, (system, type): `SYSTEM` in each of the types, `SYSTEM:TYPE` in that one."""
     runs = []
     for named in systems:
-        system, _, own = named.partition(":")
+        system, _, own = named.rpartition(":") if named.endswith(OF_A_TYPE) else (named, "", "")
         runs += [(system, dtype) for dtype in ([own] if own else dtypes)]
     return runs
 
@@ -231,48 +269,76 @@ def system_prompt() -> str | None:
 # ---------------------------------------------------------------------------------------------------- one run
 
 
-def one_run(
-    label: str,
-    system: str,
-    workload: Workload,
-    model: Path,
-    files: dict[str, Any],
-    folder: Path,
-    *,
-    learn: bool,
-    threads: int,
-    seed: int,
-    dtype: str,
-    device: str,
-) -> dict[str, Any]:
-    steps = workload.learn_steps if learn else workload.steps
-    every = max(1, steps // 8) if learn else 0
+@dataclass(frozen=True)
+class Run:
+    """A run that has not been started. `lines`: the file in which it says what each step took."""
+
+    row: dict[str, Any]  # what of it goes into its results
+    label: str
+    command: list[str]
+    env: dict[str, str]
+    lines: Path
+    log: Path
+    steps: int
+    target: float
+
+    @property
+    def first_step(self) -> int:
+        """The last one that is not measured."""
+        return max(2, self.steps // 5)
+
+
+def prepared(
+    name: str, system: str, dtype: str, args: argparse.Namespace, out: Path, *, seed: int, alive: int | None = None
+) -> Run:
+    """`alive`: so many runs at once; without it, one. A SYSTEM+KEY=VALUE of ours has that setting as well."""
+    workload = WORKLOADS[name]
+    if args.steps:
+        workload = replace(workload, steps=args.steps, learn_steps=args.steps)
+    if args.learn and not workload.target:
+        learn = ", ".join(name for name, w in WORKLOADS.items() if w.target)
+        raise SystemExit(f"--learn: got {name}; expected a workload with a target: {learn}")
+    model = model_of(workload, args, out)
+    files = task_files(workload, name, model, out)
+    folder, device, threads = out / "runs", args.device, args.threads
+    steps = workload.learn_steps if args.learn else workload.steps
+    every = max(1, steps // 8) if args.learn else 0
+    told = steps if alive is None else WITHOUT_END
+    cache_bytes = CACHE_BYTES if device == "cuda" and alive else None
+    label = f"{name}-{system}-{dtype}{'-learn' if args.learn else ''}-{seed}-{os.getpid()}".translate(NOT_IN_NAMES)
     folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, MARK: label, "TOKENIZERS_PARALLELISM": "false"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")])
+    share = GPU_SHARE / max(2, alive or 1)
     if system in PEERS:
         spec = {
             **{"model": str(model), "groups": workload.groups, "group_size": workload.group_size, "lr": workload.lr},
             **{"max_tokens": workload.max_tokens, "turns": workload.turns, "environment_s": workload.environment_s},
             **{"min_tokens": workload.min_tokens},
-            **{"steps": steps, "threads": threads, "seed": seed, "eval_every": every, "reward": workload.reward},
+            **{"steps": told, "threads": threads, "seed": seed, "eval_every": every, "reward": workload.reward},
             **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY, "dtype": dtype},
-            **{"device": device, "model_length": workload.model_length},
+            **{"device": device, "model_length": workload.model_length, "gpu_share": share},
+            **{"cache_bytes": cache_bytes},
         }
         spec_file, lines = folder / f"{label}.json", folder / f"{label}.jsonl"
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
         env |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(HERE / "peer_loops.py"), system, str(spec_file), str(lines)]
     else:
-        own = {"steps": steps, "every": every, "threads": threads, "dtype": dtype, "device": device}
-        options = [*overrides(system, workload, model, files, folder, label, **own), f"seed={seed}"]
+        own = {"steps": told, "every": every, "threads": threads, "dtype": dtype, "device": device}
+        system_alone, *settings = system.split("+")
+        options = overrides(system_alone, workload, model, files, folder, label, gpu_share=share, **own)
+        if cache_bytes and "hf" not in system_alone:
+            options += [f"rollout.engine.kv_cache_memory_bytes={cache_bytes}"]
+        options += [f"seed={seed}", *settings]
         config = "smollm2_135m" if workload.model == "given" else "quickstart"
         command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
         command += ["run", "async_rl", "--config", config, *options]
         stages = () if workload.model == "given" else ("stages", "async_rl")
         lines = folder.joinpath("peers", label, *stages, "metrics.jsonl")
         env["OMP_NUM_THREADS"] = "1"
-    return watched(command, env, label, lines, folder / f"{label}.log", steps=steps, target=workload.target)
+    row = {"workload": name, "system": system, "dtype": dtype, "device": device}
+    return Run(row, label, command, env, lines, folder / f"{label}.log", steps, workload.target)
 
 
 def overrides(
@@ -288,6 +354,7 @@ def overrides(
     threads: int,
     dtype: str,
     device: str,
+    gpu_share: float,
 ) -> list[str]:
     bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2, "hf4": 4}[system]
     given = [
@@ -328,7 +395,7 @@ def overrides(
         given += ["cluster.placement=together"] if bound else []
         given += ["train.max_tokens_per_microbatch=null", "cluster.start_timeout_s=300"]
         if "hf" not in system:
-            given += [f"rollout.engine.gpu_memory_utilization={GPU_SHARE}", "rollout.engine.enforce_eager=false"]
+            given += [f"rollout.engine.gpu_memory_utilization={gpu_share}", "rollout.engine.enforce_eager=false"]
             given += [f"rollout.engine.max_num_seqs={workload.groups * workload.group_size}"]
     if "hf" in system:
         given += ["rollout.engine.name=hf"]
@@ -337,51 +404,131 @@ def overrides(
     return given
 
 
-def watched(
-    command: list[str], env: dict[str, str], label: str, lines: Path, log: Path, *, steps: int, target: float
-) -> dict[str, Any]:
+def watched(run: Run) -> dict[str, Any]:
     """Run it, and measure it from outside, as every system is: processor time, memory, and what it wrote of itself."""
-    first_step = max(2, steps // 5)
     begun = time.monotonic()
-    with open(log, "w", encoding="utf-8") as said:
-        run = subprocess.Popen(command, cwd=HERE, env=env, stdout=said, stderr=subprocess.STDOUT)
-    memory = Memory(label)
-    written = Written(lines)
+    process = started(run)
+    memory = Memory(run.label)
+    written = Written(run.lines)
     first = last = None
     try:
-        while run.poll() is None:
+        while process.poll() is None:
             time.sleep(0.05)
             if time.monotonic() - begun > DEADLINE_S:
-                raise SystemExit(f"{label}: not finished after {DEADLINE_S} s; see {log}")
+                raise SystemExit(f"{run.label}: not finished after {DEADLINE_S} s; see {run.log}")
             step = written.step()
-            if first is None and step >= first_step:
-                first = step, cpu_seconds(label), time.monotonic()
-            if last is None and step >= steps - 1:
-                last = step, cpu_seconds(label), time.monotonic()
+            if first is None and step >= run.first_step:
+                first = step, cpu_seconds(run.label), time.monotonic()
+            if last is None and step >= run.steps - 1:
+                last = step, cpu_seconds(run.label), time.monotonic()
     finally:
         memory.stop()
-        for process in of_run(label):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-    if run.returncode not in (0, 1) or first is None or last is None or last[0] <= first[0]:
-        raise SystemExit(f"{label}: ended with {run.returncode} before it could be measured; see {log}")
-    rows = [row for row in rows_of(lines) if row["step"] > first[0]]
-    took = [s for row in rows if (s := seconds_of(row)) is not None]
+        kill(run.label)
+    if process.returncode not in (0, 1) or first is None or last is None or last[0] <= first[0]:
+        raise SystemExit(f"{run.label}: ended with {process.returncode} before it could be measured; see {run.log}")
+    rows = [row for row in rows_of(run.lines) if row["step"] > first[0]]
+    found = took(rows) | {"cpu_s": (last[1] - first[1]) / (last[0] - first[0]), "peak_gib": memory.peak / 2**30}
+    return found | curve(run, found["step_s"])
+
+
+def started(run: Run) -> subprocess.Popen[bytes]:
+    with open(run.log, "w", encoding="utf-8") as said:
+        return subprocess.Popen(run.command, cwd=HERE, env=run.env, stdout=said, stderr=subprocess.STDOUT)
+
+
+def kill(label: str) -> None:
+    for process in of_run(label):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def took(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = [s for row in rows if (s := seconds_of(row)) is not None]
     tokens = [t for row in rows if (t := row.get("tokens", row.get("train/response_tokens/total"))) is not None]
-    found = {
-        "step_s": statistics.median(took),
-        "cpu_s": (last[1] - first[1]) / (last[0] - first[0]),
-        "tokens": statistics.fmean(tokens),
-        "peak_gib": memory.peak / 2**30,
-        "steps": len(took),
-    }
-    points = sorted({row["step"]: a for row in rows_of(lines) if (a := accuracy_of(row)) is not None}.items())
-    if points:
-        found["curve"] = points
-        reached = crossing(points, target)
-        found["target"] = target
-        found["seconds_to_target"] = None if reached is None else reached * found["step_s"]
-    return found
+    return {"step_s": statistics.median(seconds), "tokens": statistics.fmean(tokens), "steps": len(seconds)}
+
+
+def curve(run: Run, step_s: float) -> dict[str, Any]:
+    points = sorted({row["step"]: a for row in rows_of(run.lines) if (a := accuracy_of(row)) is not None}.items())
+    if not points:
+        return {}
+    reached = crossing(points, run.target)
+    seconds = None if reached is None else reached * step_s
+    return {"curve": points, "target": run.target, "seconds_to_target": seconds}
+
+
+class Alive:
+    """A run that is started, and has the machine for some seconds at a time; its processes are stopped between."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.ended = run, False
+        self._begun, self._process = time.monotonic(), started(run)
+        self._memory, self._written = Memory(run.label), Written(run.lines)
+
+    def is_ready(self) -> bool:
+        """Whether it has come to steps that can be measured; it is stopped then. Also where it has ended."""
+        if not self._is_alive():
+            return True
+        if time.monotonic() - self._begun > DEADLINE_S:
+            self._gone(f"not ready after {DEADLINE_S} s")
+        elif self._written.step() < self.run.first_step:
+            return False
+        else:
+            self._signal(signal.SIGSTOP)
+        return True
+
+    def has_the_machine(self, seconds: float) -> dict[str, Any] | None:
+        """What its steps took. None where it has ended."""
+        if self.ended:
+            return None
+        begun, cpu, seen = time.monotonic(), cpu_seconds(self.run.label), [self._written.step()]
+        self._signal(signal.SIGCONT)
+        while time.monotonic() - begun < seconds or (
+            # the first two may have begun in an earlier turn
+            seen[-1] < seen[0] + 3 and time.monotonic() - begun < 10 * seconds
+        ):
+            time.sleep(0.05)
+            if not self._is_alive():
+                return None
+            seen.append(self._written.step())
+        self._signal(signal.SIGSTOP)
+        last = self._written.step()
+        cpu = cpu_seconds(self.run.label) - cpu
+        if last < seen[0] + 3:
+            self._gone(f"no three steps in {10 * seconds} s")
+            return None
+        found = took([row for row in rows_of(self.run.lines) if seen[0] + 2 < row["step"] <= last])
+        return found | {"cpu_s": cpu / (last - seen[0]), "peak_gib": self._memory.peak / 2**30}
+
+    def end(self) -> None:
+        self._memory.stop()
+        kill(self.run.label)
+
+    def _is_alive(self) -> bool:
+        if not self.ended and self._process.poll() is not None:
+            self._gone(f"ended with {self._process.returncode}")
+        return not self.ended
+
+    def _gone(self, why: str) -> None:
+        self.ended = True
+        print(f"{self.run.label}: {why}; see {self.run.log}", file=sys.stderr, flush=True)
+        self.end()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all of its processes, and to those that they started meanwhile."""
+        self._memory.is_stopped = number == signal.SIGSTOP
+        told: set[int] = set()
+        while new := [process for process in of_run(self.run.label) if process.pid not in told]:
+            for process in new:
+                told.add(process.pid)
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
+
+
+def until_ready(started: list[Alive]) -> None:
+    waited_for = list(started)
+    while waited_for := [one for one in waited_for if not one.is_ready()]:
+        time.sleep(0.05)
 
 
 def seconds_of(row: dict[str, Any]) -> float | None:
@@ -436,12 +583,15 @@ class Memory:
 
     def __init__(self, label: str) -> None:
         self.peak = 0
+        self.is_stopped = False  # a stopped run's memory stays as it is
         self._label, self._ended = label, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
         while not self._ended.wait(3.0):
+            if self.is_stopped:
+                continue
             total = 0
             for process in of_run(self._label):
                 with contextlib.suppress(OSError, ValueError, IndexError):
@@ -455,14 +605,19 @@ class Memory:
 
 
 def of_run(label: str) -> list[psutil.Process]:
-    """All processes of the run, wherever their parents are: they inherit a variable."""
-    found = []
+    """All processes of the run: they inherit a variable, wherever their parents are. One that gives itself a title, as
+    vLLM's do, may write it over its variables: it is its parent's.
+    """
+    marked, others = [], []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == label:
-                found.append(process)
-        except psutil.Error:
-            continue
+        with contextlib.suppress(psutil.Error):
+            of = marked if process.environ().get(MARK) == label else others
+            of.append((process, process.ppid()))
+    found = [process for process, _ in marked]
+    known = {process.pid for process in found}
+    while new := [process for process, parent in others if parent in known and process.pid not in known]:
+        found += new
+        known |= {process.pid for process in new}
     return found
 
 
@@ -481,7 +636,8 @@ def cpu_seconds(label: str) -> float:
 def summed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each workload, device, type and system: medians over its rounds."""
     found = []
-    for name, device, dtype, system in itertools.product(WORKLOADS, DEVICES, DTYPES, SYSTEMS):
+    named = [*SYSTEMS, *dict.fromkeys(r["system"] for r in rows if r["system"] not in SYSTEMS)]
+    for name, device, dtype, system in itertools.product(WORKLOADS, DEVICES, DTYPES, named):
         run = name, device, dtype, system
         own = [r for r in rows if (r["workload"], r.get("device", "cpu"), dtype_of(r), r["system"]) == run]
         timed = [r for r in own if not r["learn"]]
@@ -564,10 +720,11 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    named = [*SYSTEMS, *(f"{system}:{dtype}" for system in SYSTEMS for dtype in DTYPES)]
-    known = f"{', '.join(SYSTEMS)}; SYSTEM:TYPE runs in that type alone"
-    parser.add_argument("--systems", nargs="+", choices=named, default=None, metavar="SYSTEM", help=known)
+    known = f"{', '.join(SYSTEMS)}; SYSTEM:TYPE runs in that type alone, SYSTEM+KEY=VALUE of ours with that setting"
+    parser.add_argument("--systems", nargs="+", default=None, metavar="SYSTEM", help=known)
     parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
+    every = "start all, then let each have the machine for so many seconds, --pairs times"
+    parser.add_argument("--slices", type=float, metavar="SECONDS", help=every)
     parser.add_argument("--learn", action="store_true", help="longer runs, with evaluations")
     parser.add_argument("--steps", type=int, help="instead of the workload's own number")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="what all systems compute on")
@@ -581,9 +738,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="only draw what was measured")
     args = parser.parse_args()
     can_run = [system for system in SYSTEMS if args.device == "cuda" or system not in NEEDS_GPU]
-    args.systems = args.systems or can_run
-    if needs := [named for named in args.systems if named.partition(":")[0] not in can_run]:
-        parser.error(f"--systems: got {needs[0]}, expected one that runs on a CPU; add --device cuda, or leave it out")
+    args.systems = args.systems or [system for system in can_run if system != ALONE]
+    if args.slices and args.learn:
+        parser.error("--slices: got --learn as well, expected one of them: the time of an evaluation is in no step")
+    for system, _ in in_turns(args.systems, args.dtypes):
+        alone, *settings = system.split("+")
+        if alone not in SYSTEMS or (settings and alone in PEERS):
+            parser.error(f"--systems: got {system}, expected one of {known}")
+        if alone not in can_run:
+            parser.error(f"--systems: got {system}, which needs a GPU; add --device cuda, or leave it out")
     return args
 
 

@@ -107,7 +107,7 @@ def test_every_workload_is_one_that_our_side_takes(
     workload = peers.WORKLOADS[name]
     files = {"tasks_file": tmp_path / "tasks.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
     own: dict[str, Any] = {"steps": 12, "every": 3 * bool(workload.target), "threads": 2}
-    own |= {"dtype": "bfloat16", "device": device}
+    own |= {"dtype": "bfloat16", "device": device, "gpu_share": 0.4}
     given = peers.overrides(system, workload, tmp_path, files, tmp_path, "label", **own)
     sys.path.insert(0, str(BENCHMARKS))
     try:
@@ -153,7 +153,7 @@ def test_trl_with_vllm_is_for_a_gpu(
     monkeypatch.setattr(sys, "argv", ["peers.py", "--systems", "trl_vllm:bfloat16"])
     with pytest.raises(SystemExit):
         peers.parse()
-    assert "got trl_vllm:bfloat16, expected one that runs on a CPU; add --device cuda" in capsys.readouterr().err
+    assert "got trl_vllm, which needs a GPU; add --device cuda" in capsys.readouterr().err
 
 
 def test_trl_on_a_gpu_trains_on_all_answers_in_equal_parts(peers: Any) -> None:
