@@ -326,12 +326,12 @@ class VllmEngine:
 
     async def _check_on_device(self, staged: StagedWeights) -> None:
         """Some tensors between two passes, so that generation continues."""
-        await self._map(staged, ahead=False)
+        await self._map(staged)
         while not all(await self._ask("check_some", staged.manifest)):
             pass
 
-    async def _map(self, staged: StagedWeights, *, ahead: bool) -> None:
-        await self._ask("map_staged", staged.manifest, await self._folder_of(staged), ahead)
+    async def _map(self, staged: StagedWeights) -> None:
+        await self._ask("map_staged", staged.manifest, await self._folder_of(staged), self._double_buffer)
 
     async def _folder_of(self, staged: StagedWeights) -> str:
         """Where the engine's process finds it, with its manifest."""
@@ -350,7 +350,7 @@ class VllmEngine:
         if self._versions is not None:
             await self._load_adapter(self._versions, staged)
             return LoadTimes(drain_s=0.0, pause_s=0.0, ahead_s=time.monotonic() - started)
-        await self._map(staged, ahead=self._double_buffer and not self._is_asleep)
+        await self._map(staged)
         while not all(await self._ask("load_ahead", manifest)):
             pass
         self._num_loads += 1

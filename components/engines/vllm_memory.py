@@ -22,13 +22,13 @@ class WorkerMemory:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._released = Released()
-        self._is_away = False
+        self.is_away = False
 
     def release(self, level: int) -> int:
         """`level`: see `Engine.sleep`. Returns the bytes that the device has more of than before."""
-        if self._is_away:
+        if self.is_away:
             return 0
-        before, self._is_away = self._taken(), True
+        before, self.is_away = self._taken(), True
         if current_platform.is_cpu():
             self._release_on_cpu(level)
         else:
@@ -37,13 +37,13 @@ class WorkerMemory:
 
     def reclaim(self) -> None:
         """Whatever was in it is lost: all weights must be loaded, and no block of the cache is known to hold a key."""
-        if not self._is_away:
+        if not self.is_away:
             return
         if current_platform.is_cpu():
             self._released.reclaim()
         else:
             self._worker.wake_up()
-        self._is_away = False
+        self.is_away = False
 
     def _release_on_cpu(self, level: int) -> None:
         runner = self._worker.model_runner

@@ -20,6 +20,7 @@ weights in packed form; both are got around without knowing how:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Generator, Iterator, Set
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ Key = tuple[str, int]
 """(decoder layer, expert or module, width of its matrices; 1 for vectors)."""
 
 
+@functools.cache  # asked twice for each tensor, at every load
 def layer_of(name: str) -> str:
     """The decoder layer a parameter belongs to, or its module: the same for Hugging Face's names and vLLM's."""
     parts = name.replace(".base_layer.", ".").split(".")  # what vLLM puts an adapter around
@@ -74,15 +76,17 @@ def column_sums(tensor: torch.Tensor, columns: Columns = ALL, *, multiplied: boo
 
     `multiplied`: -0.0 counts as 0.0, into which multiplying with the identity turns it.
     """
-    matrix = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-    matrix = matrix[:, columns.of(matrix.shape[1])]
+    matrix = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
+    if columns.num < matrix.shape[1]:
+        matrix = matrix[:, columns.of(matrix.shape[1])]
     bits, wide, num_rows = _BITS[matrix.dtype], torch.int64, max(1, len(matrix))
     if matrix.device.type == "cpu":
         num_rows = max(1, CHUNK_BYTES // max(1, matrix.shape[1] * matrix.element_size()))
         if bits is torch.int16:
             wide, num_rows = torch.int32, min(num_rows, 2**15)  # the sum of so many fits
-    sums = torch.zeros(matrix.shape[1], dtype=torch.int64, device=matrix.device)
-    for rows in matrix.split(num_rows):
+    first, *others = [matrix] if len(matrix) <= num_rows else matrix.split(num_rows)
+    sums = (first + 0.0 if multiplied else first).view(bits).sum(0, dtype=wide).to(torch.int64)
+    for rows in others:
         sums += (rows + 0.0 if multiplied else rows).view(bits).sum(0, dtype=wide)
     return sums
 
@@ -231,11 +235,16 @@ def compare(
                 sums = published.sums_of(key[0], buffer)
                 found[key] = found[key] + sums if key in found else sums
     read = {layer for layer, _ in found}
-    differing = {
-        layer
-        for (layer, width), sums in published.sums.items()
-        if layer in read and not ((layer, width) in found and torch.equal(found[layer, width], sums))
-    }
+    compared, differing = [], set[str]()
+    for key, sums in published.sums.items():
+        if key in found and found[key].shape == sums.shape:
+            compared.append(key)
+        elif key[0] in read:
+            differing.add(key[0])
+    if compared:  # at once: each look at what a device has computed waits for all that it was asked
+        differs = torch.cat([found[key] for key in compared]) != torch.cat([published.sums[key] for key in compared])
+        of_keys = differs.cpu().split([len(found[key]) for key in compared])
+        differing |= {layer for (layer, _), of_key in zip(compared, of_keys, strict=True) if of_key.any()}
     return ReadBack(sorted(differing), sorted(unread))
 
 

@@ -8,6 +8,7 @@ device. Either costs one more copy of the weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,6 +92,12 @@ class ShadowModel:
                 _layerwise_process(shadow, info)
             made = [key for key, value in vars(shadow).items() if key not in OWN and vars(module).get(key) is not value]
             self._exchanged.append((module, shadow, loaded, made))
+
+    def loaded(self) -> Iterator[tuple[Any, str, torch.Tensor]]:
+        """(module of the real model, name, the shadow's tensor) of all that was loaded."""
+        for module, shadow, tensors, _ in self._exchanged:
+            for name in tensors:
+                yield module, name, getattr(shadow, name).data
 
     @property
     def made(self) -> list[str]:

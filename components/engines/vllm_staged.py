@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..transports.device_memory import Opened, device_memory, places_from_json
+from ..transports.device_memory import PIECE_BYTES, Opened, device_memory, places_from_json
 from ..transports.shared_memory import bucket_name
 from ..weights import Manifest, read_bucket
 from .vllm_worker_env import MANIFEST, PLACES
@@ -20,6 +20,7 @@ class Staged:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.manifest = manifest = Manifest.from_json((folder / MANIFEST).read_text())
         self.checks: Iterator[None] = iter(())
+        self._device = device
         self._opened: Opened | None = None
         self._mapped: list[torch.Tensor] = []
         if (folder / PLACES).exists():
@@ -28,9 +29,27 @@ class Staged:
         else:
             self._mapped = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
 
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """uint8"""
+        return self._mapped if self._opened is None else self._opened.tensors
+
+    @property
+    def is_on_device(self) -> bool:
+        return all(bucket.device.type == self._device.type for bucket in self.buckets)
+
+    def fetched(self) -> Iterator[None]:
+        """Copy them to the device, piece by piece, from where they were mapped."""
+        for index, bucket in enumerate(self._mapped):
+            here = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+            for start in range(0, bucket.nbytes, PIECE_BYTES):
+                here[start : start + PIECE_BYTES].copy_(bucket[start : start + PIECE_BYTES])
+                yield
+            self._mapped[index] = here
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """By published name, as views."""
-        for index, bucket in enumerate(self._mapped if self._opened is None else self._opened.tensors):
+        for index, bucket in enumerate(self.buckets):
             yield from read_bucket(self.manifest, index, bucket)
 
     def confirm(self) -> None:

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from ..weights import Manifest, WeightSyncError
+from . import vllm_shadow
 from .shards import Part, PartsTaken
 from .slices import SLICE_S, ends_within
 from .vllm_blocks import allow_least_blocks
 from .vllm_memory import WorkerMemory
+from .vllm_plan import CopyPlan, PreparedLoad, Watched
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed
 from .vllm_staged import Staged
@@ -182,6 +185,10 @@ class EngineWeights:
         """What this rank's loader takes of each published tensor, if there are several ranks."""
         self._staged: Staged | None = None
         self._shadow: ShadowModel | None = None
+        self._plan: CopyPlan | None = None
+        self._prepared: PreparedLoad | None = None
+        self._has_watched = False
+        self._ahead = self._is_ready = False
         self._filling: Iterator[None] | None = None
         self._reading: Iterator[None] | None = None
         self._half_loaded = False
@@ -189,22 +196,10 @@ class EngineWeights:
         self._num_loads = 0
 
     def map_staged(self, folder: Path, *, ahead: bool) -> None:
-        """Before the pause: what the next load takes. `ahead`: load into a second set of tensors, if possible."""
+        """What the next load takes. `ahead`: have all of it in this device's memory before the pause, if possible."""
         self._forget()
-        self._staged = Staged(folder, self._device)
-        manifest = self._staged.manifest
-        if ahead and not self._half_loaded and can_be_shadowed(self.model):
-            needed, free = ROOM * manifest.num_bytes / self._num_ranks, free_bytes(self._device)
-            if needed <= free:
-                self._shadow = ShadowModel(self.model)
-                self._filling = self._fill(self._shadow.model)
-            else:
-                logger.warning(
-                    "%.1f GiB of memory are free, a second copy of the weights needs %.1f: they are loaded in the "
-                    "pause; free some, or set rollout.engine.double_buffer=false",
-                    free / 2**30,
-                    needed / 2**30,
-                )
+        self._staged, self._ahead = Staged(folder, self._device), ahead
+        self._is_ready = self.memory.is_away  # nothing can be done then before the memory comes back
 
     def check_some(self) -> bool:
         """Check for a moment what lies on this device; whether every byte of it was."""
@@ -213,29 +208,76 @@ class EngineWeights:
 
     @torch.no_grad()
     def load_ahead(self) -> bool:
-        """Load for a moment beside generation; whether all is done that can be."""
-        if self._filling is None:
-            return True
-        assert self._shadow is not None
-        if not ends_within(SLICE_S, self._filling):
-            return False
-        self._filling = None
-        self._all_covered(self._shadow.model)
-        self._shadow.finish()
-        if self._shadow.copies and self._shadow.made:
-            logger.warning("a load made %s: weights are loaded in the pause", ", ".join(self._shadow.made))
-            self._shadow.drop()
+        """Do for a moment beside generation what can be done before the pause; whether that is all done."""
+        if self._filling is None and not self._is_ready:
+            self._filling = self._before_the_pause()
+        return self._filling is None or ends_within(SLICE_S, self._filling)
+
+    def _before_the_pause(self) -> Iterator[None]:
+        assert self._staged is not None, "nothing was staged"
+        manifest = self._staged.manifest
+        if (plan := self._plan_for(manifest)) is not None:
+            if self._ahead and not self._staged.is_on_device and self._has_room(manifest):
+                yield from self._staged.fetched()
+            self._prepared = plan.prepared(dict(self._tensors()))
+        elif self._ahead or (vllm_shadow.graphs_may_hold_tensors() and not self._has_watched):
+            possible = not self._half_loaded and can_be_shadowed(self.model)
+            if possible and self._has_room(manifest, warns=self._ahead):
+                yield from self._fill_shadow()
+        self._is_ready = True
+
+    def _plan_for(self, manifest: Manifest) -> CopyPlan | None:
+        """None where vLLM's loaders load: on a CPU, for what they change, and after a load that failed half-way."""
+        plan = self._plan
+        stays = vllm_shadow.graphs_may_hold_tensors() and not self._half_loaded
+        return plan if stays and plan is not None and plan.fits(manifest) else None
+
+    def _has_room(self, manifest: Manifest, *, warns: bool = True) -> bool:
+        needed, free = ROOM * manifest.num_bytes / self._num_ranks, free_bytes(self._device)
+        if needed > free and warns:
+            logger.warning(
+                "%.1f GiB of memory are free, a second copy of the weights needs %.1f: they are loaded in the "
+                "pause; free some, or set rollout.engine.double_buffer=false",
+                free / 2**30,
+                needed / 2**30,
+            )
+        return needed <= free
+
+    def _fill_shadow(self) -> Iterator[None]:
+        """Where tensors stay where they are, the first time is watched: later loads are its copies."""
+        assert self._staged is not None
+        self._shadow = shadow = ShadowModel(self.model)
+        yield
+        watched = None
+        if shadow.copies and not self._has_watched:
+            watched = Watched(self._staged.manifest, self._staged.buckets)
+        filling = self._fill(shadow.model)
+        ended = False
+        while not ended:
+            with watched or nullcontext():  # not around the pass that comes in between
+                ended = next(filling, filling) is filling
+            yield
+        self._all_covered(shadow.model)
+        with watched or nullcontext():
+            shadow.finish()
+        if watched is not None:
+            self._has_watched = True
+            self._plan = None if shadow.made else watched.plan(shadow.loaded())
+        if shadow.copies and shadow.made:
+            logger.warning("a load made %s: weights are loaded in the pause", ", ".join(shadow.made))
+            shadow.drop()
             self._shadow = None
-        return True
 
     @torch.no_grad()
     def load_staged(self, version: str) -> None:
         """In the pause. Raises RuntimeError unless it is this version that was staged, and loaded as far as can be."""
         staged = None if self._staged is None else str(self._staged.manifest.policy_version)
-        if self._staged is None or staged != version or self._filling is not None:
+        if self._staged is None or staged != version or not self._is_ready:
             raise RuntimeError(f"told to load version {version}, while {staged} is staged: the load was given up")
         if self._shadow is not None:
             self._shadow.swap()
+        elif (plan := self._plan_for(self._staged.manifest)) is not None:
+            (self._prepared or plan.prepared(dict(self._tensors()))).copy()
         else:
             self._load_in_place()
         self._staged.confirm()
@@ -247,6 +289,9 @@ class EngineWeights:
         if self._shadow is not None:  # it holds the weights before these
             self._shadow.drop()
             self._shadow = None
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # where there is a plan, none is made again
+        self._prepared = None
         if self._staged is not None:
             assert self._reading is not None, "nothing was loaded since it was staged"
             if compare and not ends_within(SLICE_S, self._reading):
@@ -258,7 +303,8 @@ class EngineWeights:
     def _forget(self) -> None:
         if self._shadow is not None:
             self._shadow.drop()
-        self._shadow, self._filling, self._reading = None, None, None
+        self._shadow, self._prepared, self._filling, self._reading = None, None, None, None
+        self._is_ready = False
         if self._staged is not None:
             self._staged.close()
             self._staged = None

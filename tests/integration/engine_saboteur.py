@@ -11,7 +11,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from leeway.engines import vllm_shadow, vllm_worker
+from leeway.engines import vllm_plan, vllm_shadow, vllm_worker
 from leeway.engines.vllm_readback import _is_packed, _shape
 
 
@@ -71,6 +71,7 @@ class Saboteur(vllm_worker.WorkerExtension):
         `functions_too`: nor a layer's function. A CPU's for plain weights is a new one after each load, but the same.
         """
         vllm_shadow.graphs_may_hold_tensors = lambda: has_graphs
+        vllm_worker.weights_of(self)._has_watched = False
         if not hasattr(Saboteur, "made"):
             Saboteur.made = vllm_shadow.ShadowModel.made
         vllm_shadow.ShadowModel.made = Saboteur.made if functions_too else property(lambda _: [])  # type: ignore[misc]
@@ -90,6 +91,18 @@ class Saboteur(vllm_worker.WorkerExtension):
 
             weights._load_in_place = counted
         return weights.in_place
+
+    def num_by_plan(self: Any) -> int:
+        """How many loads were the copies of a plan since this was first called."""
+        if not hasattr(Saboteur, "by_plan"):
+            Saboteur.by_plan, copy = 0, vllm_plan.PreparedLoad.copy
+
+            def counted(load: Any) -> None:
+                Saboteur.by_plan += 1
+                copy(load)
+
+            vllm_plan.PreparedLoad.copy = counted  # type: ignore[method-assign]
+        return Saboteur.by_plan
 
     def without_kernels(self: Any, without: bool) -> None:
         """From the next load on, as on a CPU that has no packed kernel for the type: vLLM computes with plain weights.

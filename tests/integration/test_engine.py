@@ -360,10 +360,15 @@ def test_where_graphs_hold_tensors_a_load_ahead_leaves_them_where_they_are(serve
     served.recover()  # without packed weights
     served.rpc("with_graphs", True, False)
     at_first = [served.rpc("address", module) for module in COPIED]
-    for _ in range(2):
+    for num_planned in (0, 1, 2):  # the first one shows where vLLM's loaders put what
         served.recover()  # a version with weights of its own, read back, and scored as the trainer scores it
+        assert served.rpc("num_by_plan") == num_planned
     assert [served.rpc("address", module) for module in COPIED] == at_first
     assert served.rpc("num_in_place") == 1
+    served.rpc("arm", "flip", PACKED[1], 100, 0)
+    with pytest.raises(WeightSyncError, match=r"differ from those published in model\.layers\.0"):
+        served.give(*served.publisher.next())
+    served.recover()
     served.rpc("with_graphs", False)
     served.recover()
     assert [served.rpc("address", module) for module in COPIED] != at_first
@@ -409,7 +414,7 @@ def test_only_the_version_that_was_staged_is_loaded(served: ServedByVllm) -> Non
 
     async def half_loaded() -> Any:
         staged, _ = await served.weight_sync("off")._staged(Publication(*served.publisher.next()))
-        await served.engine._map(staged, ahead=True)
+        await served.engine._map(staged)
         answers = [
             await served.engine._llm.collective_rpc("load_staged", args=(version,))
             for version in ("99", str(served.publisher.version))
