@@ -84,7 +84,7 @@ GPU_SHARE = 0.8
 """Of the GPU's memory, for all of vLLM where several runs share it; where one has it, vLLM takes half of that."""
 CACHE_BYTES = 4 * 2**30
 """Of each vLLM where several share a GPU: what is free there cannot be measured while others start."""
-NOT_IN_NAMES = str.maketrans({c: "-" for c in "+=/:."})
+RUNS = itertools.count()
 WITHOUT_END = 100_000
 
 
@@ -305,7 +305,7 @@ def prepared(
     every = max(1, steps // 8) if args.learn else 0
     told = steps if alive is None else WITHOUT_END
     cache_bytes = CACHE_BYTES if device == "cuda" and alive else None
-    label = f"{name}-{system}-{dtype}{'-learn' if args.learn else ''}-{seed}-{os.getpid()}".translate(NOT_IN_NAMES)
+    label = label_of(name, system, dtype, learn=args.learn, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, MARK: label, "TOKENIZERS_PARALLELISM": "false"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -339,6 +339,13 @@ def prepared(
         env["OMP_NUM_THREADS"] = "1"
     row = {"workload": name, "system": system, "dtype": dtype, "device": device}
     return Run(row, label, command, env, lines, folder / f"{label}.log", steps, workload.target)
+
+
+def label_of(name: str, system: str, dtype: str, *, learn: bool, seed: int) -> str:
+    """A name for our runs too, which may not be long: of settings what they set, without the section."""
+    alone, *settings = system.split("+")
+    what = [alone, *(setting.rpartition(".")[2].replace("=", "-")[:24] for setting in settings)]
+    return "-".join([name, *what[:3], dtype, *(["learn"] if learn else []), str(seed), f"{os.getpid()}.{next(RUNS)}"])
 
 
 def overrides(
@@ -747,6 +754,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--systems: got {system}, expected one of {known}")
         if alone not in can_run:
             parser.error(f"--systems: got {system}, which needs a GPU; add --device cuda, or leave it out")
+    if "turns" in args.workloads and any(system == ALONE for system, _ in in_turns(args.systems, args.dtypes)):
+        parser.error(f"--systems: got {ALONE} for turns, expected a system with environments; leave one of them out")
     return args
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -185,3 +187,74 @@ def test_each_line_that_a_run_writes_is_read_once(peers: Any, tmp_path: Path) ->
     assert written.step() == 3
     lines.write_text("x" * len(lines.read_text()) + '{"step": 5}\n')  # what was read is not looked at again
     assert written.step() == 5
+
+
+def test_every_run_has_a_name_of_its_own_that_a_run_may_have(peers: Any, tmp_path: Path) -> None:
+    fast = "bound2+param_server.transport=ipc+rollout.engine.max_num_seqs=512+rollout.engine.kv_cache_memory_bytes=1e10"
+    asked = ["bound2", fast, fast.replace("512", "256")]
+    labels = [peers.label_of("thousand", system, "bfloat16", learn=True, seed=0) for system in asked]
+    assert len(set(labels)) == 3
+    for label in labels:
+        assert load_config("quickstart", [f"name={label}"]).name == label
+
+
+STEPS = """
+import json, os, subprocess, sys, time
+if len(sys.argv) == 2:  # a child that has overwritten what it inherited, as vLLM's processes do with their title
+    subprocess.Popen([sys.executable, __file__, sys.argv[1], "child"], env={})
+ended = time.monotonic() + 60
+number, begun = 0, time.monotonic()
+while time.monotonic() < ended:
+    time.sleep(0.02)
+    number += 1
+    with open(sys.argv[1] + ".".join(["", *sys.argv[2:]]), "a") as file:
+        file.write(json.dumps({"step": number, "seconds": 0.02, "tokens": 7}) + "\\n")
+"""
+
+
+@pytest.fixture
+def alive(peers: Any, tmp_path: Path) -> Any:
+    (script := tmp_path / "steps.py").write_text(STEPS)
+    made = []
+
+    def start(name: str) -> Any:
+        lines, env = tmp_path / name, {**os.environ, peers.MARK: f"{name}-{tmp_path}"}
+        command = [sys.executable, str(script), str(lines)]
+        made.append(peers.Alive(peers.Run({}, env[peers.MARK], command, env, lines, tmp_path / "log", 10, 0.0)))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.end()
+
+
+def steps_of(*files: Path) -> list[int]:
+    return [len(file.read_text().splitlines()) for file in files]
+
+
+def test_runs_have_the_machine_in_turn(peers: Any, alive: Any, tmp_path: Path) -> None:
+    first, second = alive("first"), alive("second")
+    peers.until_ready([first, second])
+    files = [tmp_path / name for name in ("first", "first.child", "second", "second.child")]
+    stopped = steps_of(*files)
+    time.sleep(0.3)
+    assert steps_of(*files) == stopped, "all processes of both are stopped"
+    found = first.has_the_machine(0.5)
+    after = steps_of(*files)
+    assert after[0] > stopped[0] + 3
+    assert after[1] > stopped[1]
+    assert after[2:] == stopped[2:]
+    assert (found["step_s"], found["tokens"]) == (0.02, 7)
+    assert 0 < found["steps"] <= after[0] - stopped[0] - 2, "without those that began in an earlier turn"
+    time.sleep(0.3)
+    assert steps_of(*files) == after
+    assert second.has_the_machine(0.2) is not None
+
+
+def test_a_run_that_ended_is_left_out(peers: Any, alive: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    one = alive("one")
+    peers.until_ready([one])
+    peers.kill(one.run.label)
+    assert one.has_the_machine(0.2) is None
+    assert one.ended
+    assert "ended with -9; see" in capsys.readouterr().err
