@@ -85,6 +85,8 @@ GPU_SHARE = 0.8
 CACHE_BYTES = 4 * 2**30
 """Of each vLLM where several share a GPU: what is free there cannot be measured while others start."""
 RUNS = itertools.count()
+SEEN: dict[str, dict[int, float]] = {}
+"""Of each run, when its processes began, by their numbers."""
 WITHOUT_END = 100_000
 
 
@@ -176,14 +178,14 @@ def measure_by_turns(args: argparse.Namespace, out: Path, results: Path) -> int:
     try:
         at_once = max(1, len(os.sched_getaffinity(0)) // CORES_TO_START)
         for first in range(0, len(runs), at_once):
-            started = [Alive(run) for run in runs[first : first + at_once]]
-            alive += started
-            until_ready(started)
+            for run in runs[first : first + at_once]:
+                alive.append(Alive(run))
+            until_ready(alive[first:])
         print(f"{sum(not one.ended for one in alive)} of {len(alive)} are ready", flush=True)
         for _ in range(args.pairs):
             for one in alive:
                 if (found := one.has_the_machine(args.slices)) is not None:
-                    keep(results, one.run.row | {"learn": False} | found)
+                    keep(results, one.run.row | {"learn": False, "slices": args.slices} | found)
     finally:
         for one in alive:
             one.end()
@@ -444,9 +446,12 @@ def started(run: Run) -> subprocess.Popen[bytes]:
 
 
 def kill(label: str) -> None:
-    for process in of_run(label):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    until = time.monotonic() + 10  # what waits for a device ends when that has answered
+    while (left := of_run(label)) and time.monotonic() < until:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
 
 
 def took(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -613,18 +618,23 @@ class Memory:
 
 def of_run(label: str) -> list[psutil.Process]:
     """All processes of the run: they inherit a variable, wherever their parents are. One that gives itself a title, as
-    vLLM's do, may write it over its variables: it is its parent's.
+    vLLM's do, may write it over its variables: it is its parent's, and stays the run's when that has ended.
     """
-    marked, others = [], []
+    seen = SEEN.setdefault(label, {})
+    found, others = [], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            of = marked if process.environ().get(MARK) == label else others
-            of.append((process, process.ppid()))
-    found = [process for process, _ in marked]
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            is_own = seen.get(process.pid) == process.create_time() or process.environ().get(MARK) == label
+            found.append(process) if is_own else others.append((process, process.ppid()))
     known = {process.pid for process in found}
     while new := [process for process, parent in others if parent in known and process.pid not in known]:
         found += new
         known |= {process.pid for process in new}
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            seen[process.pid] = process.create_time()
     return found
 
 
@@ -641,19 +651,20 @@ def cpu_seconds(label: str) -> float:
 
 
 def summed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each workload, device, type and system: medians over its rounds."""
+    """One row for each workload, device, type and system, alone or in turns: medians over its rounds."""
     found = []
     named = [*SYSTEMS, *dict.fromkeys(r["system"] for r in rows if r["system"] not in SYSTEMS)]
-    for name, device, dtype, system in itertools.product(WORKLOADS, DEVICES, DTYPES, named):
-        run = name, device, dtype, system
-        own = [r for r in rows if (r["workload"], r.get("device", "cpu"), dtype_of(r), r["system"]) == run]
+    for name, device, turns, dtype, system in itertools.product(WORKLOADS, DEVICES, (False, True), DTYPES, named):
+        run = name, device, turns, dtype, system
+        of = lambda r: (r["workload"], r.get("device", "cpu"), "slices" in r, dtype_of(r), r["system"])  # noqa: E731
+        own = [r for r in rows if of(r) == run]
         timed = [r for r in own if not r["learn"]]
         if not timed:
             continue
         row = {k: statistics.median(r[k] for r in timed) for k in ("step_s", "cpu_s", "tokens", "peak_gib")}
         spread = [r["step_s"] for r in timed]
         found.append(
-            {"workload": name if device == "cpu" else f"{name} on a GPU"}
+            {"workload": name + (" on a GPU" if device == "cuda" else "") + (", in turns" if turns else "")}
             | {"system": system if dtype == DTYPES[0] else f"{system} {dtype}", "dtype": dtype}
             | {"rounds": len(timed), "low": min(spread), "high": max(spread)}
             | row
@@ -754,6 +765,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--systems: got {system}, expected one of {known}")
         if alone not in can_run:
             parser.error(f"--systems: got {system}, which needs a GPU; add --device cuda, or leave it out")
+    if args.slices and "turns" in args.workloads:
+        parser.error("--slices: got turns, expected another workload: its environments would wait in others' time")
     if "turns" in args.workloads and any(system == ALONE for system, _ in in_turns(args.systems, args.dtypes)):
         parser.error(f"--systems: got {ALONE} for turns, expected a system with environments; leave one of them out")
     return args

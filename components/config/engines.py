@@ -77,7 +77,8 @@ class VllmOptions(EngineOptions):
     data_parallel_size: PositiveInt = Field(default=1, description="copies of the model in one engine")
     double_buffer: bool | None = Field(
         default=None,
-        description="load beside generation, into a second copy of the weights; null: on a CPU, not on a GPU",
+        description="before the pause, have a second copy of the weights where the engine computes; null: on a CPU, "
+        "not on a GPU",
     )
 
     @property

@@ -77,7 +77,7 @@ class VllmEngine:
     def _start(self, settings: EngineSettings) -> None:
         self._num_kept = settings.num_kept
         options = VllmOptions(**settings.options)
-        self._double_buffer = options.loads_ahead(on_cpu=settings.device == "cpu")
+        self._double_buffer = options.double_buffer
         self._num_ranks = options.tensor_parallel_size
         os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory.path)
         worker_env.prepare(

@@ -66,7 +66,7 @@ class EngineAdapters:
         self._loading: Iterator[None] = iter(())
         self._reading: Iterator[None] = iter(())
 
-    def map_staged(self, folder: Path, *, ahead: bool) -> None:
+    def map_staged(self, folder: Path, *, double_buffer: bool | None) -> None:
         """For `check_some`."""
         self._forget()
         self._staged = Staged(folder, self._device)

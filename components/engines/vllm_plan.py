@@ -4,14 +4,15 @@ For each version vLLM runs the loader of each tensor twice, makes layers anew, a
 engine's own process for a model of 30 layers, however small. Where weights stay as they were published and where they
 were (on a GPU, whose graphs hold on to addresses), that ends in the same copies every time. So one load is watched, on
 a shadow of the model, and later ones are its copies. A load that did anything else, such as to compute something from a
-tensor, gives no plan: then vLLM's loaders go on loading. Every load is read back, whoever made it.
+tensor, gives no plan: then vLLM's loaders go on loading. A plan's load is read back as every other is, and a plan whose
+load was not what was published is not used again.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class _Target:
 class CopyPlan:
     """`copies`: (published name, part of it, target); `fills`: (value, target), such as rows that pad a vocabulary.
 
-    `published`: of which tensors, (name, type, shape).
+    `published`: of which tensors, (names, type, shape).
     """
 
     published: frozenset[tuple[Any, ...]]
@@ -62,7 +63,15 @@ class PreparedLoad:
 
     def copy(self) -> None:
         """In the pause. Returns when the device has done it, and all that was asked of it before."""
-        torch._foreach_copy_(self.targets, self.sources)  # pyright: ignore[reportPrivateImportUsage]
+        targets, sources = [], []
+        for target, source in zip(self.targets, self.sources, strict=True):
+            if target.dtype == source.dtype:
+                targets.append(target)
+                sources.append(source)
+            else:
+                target.copy_(source)
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         for value, target in self.fills:
             target.view().fill_(value)
         if (device := next((target.device for target in self.targets if target.is_cuda), None)) is not None:
@@ -101,10 +110,10 @@ class Watched(TorchDispatchMode):
         offset = (start - entry.offset) // source.element_size()
         return entry.name, (offset, tuple(source.shape), source.stride())
 
-    def plan(self, made: Iterable[tuple[Any, str, torch.Tensor]]) -> CopyPlan | None:
+    def plan(self, made: Iterable[tuple[Any, str, torch.Tensor]]) -> Generator[None, None, CopyPlan | None]:
         """`made`: (module, its tensor's name, the tensor that was loaded for it), all of them.
 
-        None unless every element of these is a copy or a filled one, once.
+        None unless every element of these is a copy or a filled one, once. In pieces: it compares all tensors.
         """
         places = {tensor.untyped_storage().data_ptr(): (module, name, tensor) for module, name, tensor in made}
 
@@ -122,23 +131,30 @@ class Watched(TorchDispatchMode):
         parts = defaultdict[tuple[Any, str], list[Part]](list)
         for *_, at in (*copies, *fills):
             parts[at.module, at.name].append(at.part)
+        for module, name, tensor in places.values():
+            own = getattr(module, name)
+            if (own.shape, own.stride()) != (tensor.shape, tensor.stride()):
+                return None
+            if not _is_covered(tensor, parts[module, name]):
+                return None
+            yield
         tensors = {
             name: tensor
             for number, bucket in enumerate(self._buckets)
             for name, tensor in read_bucket(self._manifest, number, bucket)
         }
-        if (
-            all(_is_covered(tensor, parts[module, name]) for module, name, tensor in places.values())
-            and all(torch.equal(now, view(tensors[name], part).to(now)) for (name, part, _), now in copies.items())
-            and all(bool((now == value).all()) for (value, _), now in fills.items())
-        ):
-            return CopyPlan(_published(self._manifest), list(copies), list(fills))
-        return None
+        for (name, part, _), target in copies.items():
+            if not torch.equal(target, view(tensors[name], part).to(target)):
+                return None
+            yield
+        if not all(bool((target == value).all()) for (value, _), target in fills.items()):
+            return None
+        return CopyPlan(_published(self._manifest), list(copies), list(fills))
 
 
 def _is_covered(tensor: torch.Tensor, parts: Iterable[Part]) -> bool:
     """Whether each element is in one of these parts of it, and in no other."""
-    times = torch.zeros_like(tensor, dtype=torch.int8)
+    times = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.int8, device=tensor.device).zero_()
     for part in parts:
         view(times, part).add_(1)
     return bool((times == 1).all())
@@ -150,4 +166,8 @@ def view(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _published(manifest: Manifest) -> frozenset[tuple[Any, ...]]:
-    return frozenset((e.name, e.dtype, e.shape) for e in manifest.entries)
+    """Tied tensors share their bytes: (all names of these, type, shape)."""
+    names = defaultdict[tuple[Any, ...], list[str]](list)
+    for e in manifest.entries:
+        names[e.bucket, e.offset, e.dtype, e.shape].append(e.name)
+    return frozenset((tuple(sorted(of_span)), dtype, shape) for (_, _, dtype, shape), of_span in names.items())

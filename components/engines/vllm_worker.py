@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 8 << 20
 """Given to vLLM's loader at once, if no single tensor is larger: about what a slice has time for."""
 ROOM = 1.2
-"""A load ahead leaves this much of the weights' size free."""
+"""So many times the weights' size must be free for a second copy of them."""
+ROOM_TO_WATCH = 3.0
+"""For one that nobody asked for, and that is given back at once: on a shared device others may be about to need it."""
 
 Failure = tuple[str, str]
 """(check, detail) of a `WeightSyncError`."""
@@ -101,8 +103,8 @@ class WorkerExtension:
     """Becomes part of vLLM's worker; naming this class is also what makes the worker import this module."""
 
     @answered
-    def map_staged(self: Any, folder: str, ahead: bool) -> None:
-        self.map_staged(Path(folder), ahead=ahead)
+    def map_staged(self: Any, folder: str, double_buffer: bool | None) -> None:
+        self.map_staged(Path(folder), double_buffer=double_buffer)
 
     @answered
     def check_some(self: Any) -> bool:
@@ -186,19 +188,21 @@ class EngineWeights:
         self._staged: Staged | None = None
         self._shadow: ShadowModel | None = None
         self._plan: CopyPlan | None = None
+        self._copied_by: CopyPlan | None = None
         self._prepared: PreparedLoad | None = None
         self._has_watched = False
-        self._ahead = self._is_ready = False
+        self._double_buffer: bool | None = None
+        self._is_ready = False
         self._filling: Iterator[None] | None = None
         self._reading: Iterator[None] | None = None
         self._half_loaded = False
         self._unread: list[str] = []
         self._num_loads = 0
 
-    def map_staged(self, folder: Path, *, ahead: bool) -> None:
-        """What the next load takes. `ahead`: have all of it in this device's memory before the pause, if possible."""
+    def map_staged(self, folder: Path, *, double_buffer: bool | None) -> None:
+        """What the next load takes. `double_buffer`: the setting."""
         self._forget()
-        self._staged, self._ahead = Staged(folder, self._device), ahead
+        self._staged, self._double_buffer = Staged(folder, self._device), double_buffer
         self._is_ready = self.memory.is_away  # nothing can be done then before the memory comes back
 
     def check_some(self) -> bool:
@@ -215,25 +219,32 @@ class EngineWeights:
 
     def _before_the_pause(self) -> Iterator[None]:
         assert self._staged is not None, "nothing was staged"
-        manifest = self._staged.manifest
+        manifest, stays, wanted = self._staged.manifest, vllm_shadow.graphs_may_hold_tensors(), self._double_buffer
+        num_bytes = manifest.num_bytes
         if (plan := self._plan_for(manifest)) is not None:
-            if self._ahead and not self._staged.is_on_device and self._has_room(manifest):
-                yield from self._staged.fetched()
-            self._prepared = plan.prepared(dict(self._tensors()))
-        elif self._ahead or (vllm_shadow.graphs_may_hold_tensors() and not self._has_watched):
-            possible = not self._half_loaded and can_be_shadowed(self.model)
-            if possible and self._has_room(manifest, warns=self._ahead):
+            self._plan = None  # if anything fails, loaders load the next version
+            tensors = dict(self._tensors())
+            if wanted and not self._staged.is_on_device and self._has_room(ROOM * num_bytes):
+                tensors = yield from self._staged.fetched()
+            self._prepared, self._plan = plan.prepared(tensors), plan
+        elif not self._half_loaded and can_be_shadowed(self.model):
+            own_bytes = num_bytes / self._num_ranks
+            asked = wanted or (wanted is None and not stays)
+            watches = wanted is None and stays and not self._has_watched
+            if (asked and self._has_room(ROOM * own_bytes)) or (
+                watches and self._has_room(ROOM_TO_WATCH * own_bytes, warns=False)
+            ):
                 yield from self._fill_shadow()
         self._is_ready = True
 
     def _plan_for(self, manifest: Manifest) -> CopyPlan | None:
-        """None where vLLM's loaders load: on a CPU, for what they change, and after a load that failed half-way."""
+        """None where vLLM's loaders load: on a CPU, for what they change, and after one of their loads failed."""
         plan = self._plan
         stays = vllm_shadow.graphs_may_hold_tensors() and not self._half_loaded
         return plan if stays and plan is not None and plan.fits(manifest) else None
 
-    def _has_room(self, manifest: Manifest, *, warns: bool = True) -> bool:
-        needed, free = ROOM * manifest.num_bytes / self._num_ranks, free_bytes(self._device)
+    def _has_room(self, needed: float, *, warns: bool = True) -> bool:
+        free = free_bytes(self._device)
         if needed > free and warns:
             logger.warning(
                 "%.1f GiB of memory are free, a second copy of the weights needs %.1f: they are loaded in the "
@@ -250,6 +261,7 @@ class EngineWeights:
         yield
         watched = None
         if shadow.copies and not self._has_watched:
+            self._has_watched = True
             watched = Watched(self._staged.manifest, self._staged.buckets)
         filling = self._fill(shadow.model)
         ended = False
@@ -260,13 +272,15 @@ class EngineWeights:
         self._all_covered(shadow.model)
         with watched or nullcontext():
             shadow.finish()
-        if watched is not None:
-            self._has_watched = True
-            self._plan = None if shadow.made else watched.plan(shadow.loaded())
         if shadow.copies and shadow.made:
             logger.warning("a load made %s: weights are loaded in the pause", ", ".join(shadow.made))
             shadow.drop()
             self._shadow = None
+        elif watched is not None:
+            try:
+                self._plan = yield from watched.plan(shadow.loaded())
+            except RuntimeError as error:  # such as no memory to compare in
+                logger.warning("vLLM's loaders load every version: %s", error)
 
     @torch.no_grad()
     def load_staged(self, version: str) -> None:
@@ -277,7 +291,9 @@ class EngineWeights:
         if self._shadow is not None:
             self._shadow.swap()
         elif (plan := self._plan_for(self._staged.manifest)) is not None:
+            self._plan = None  # until this load was read back
             (self._prepared or plan.prepared(dict(self._tensors()))).copy()
+            self._copied_by = plan
         else:
             self._load_in_place()
         self._staged.confirm()
@@ -289,21 +305,22 @@ class EngineWeights:
         if self._shadow is not None:  # it holds the weights before these
             self._shadow.drop()
             self._shadow = None
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # where there is a plan, none is made again
+            if self._plan is not None and self._device.type == "cuda":
+                torch.cuda.empty_cache()  # it was the last one
         self._prepared = None
         if self._staged is not None:
             assert self._reading is not None, "nothing was loaded since it was staged"
             if compare and not ends_within(SLICE_S, self._reading):
                 return False
             self._staged.confirm()
+            self._plan = self._copied_by or self._plan
             self._forget()
         return True
 
     def _forget(self) -> None:
         if self._shadow is not None:
             self._shadow.drop()
-        self._shadow, self._prepared, self._filling, self._reading = None, None, None, None
+        self._shadow, self._prepared, self._filling, self._reading, self._copied_by = None, None, None, None, None
         self._is_ready = False
         if self._staged is not None:
             self._staged.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from leeway.config import load_config
@@ -145,6 +146,15 @@ def test_what_ran_on_a_gpu_is_compared_with_what_ran_there(peers: Any) -> None:
     ]
 
 
+def test_what_ran_in_turns_is_compared_with_what_ran_in_turns(peers: Any) -> None:
+    rows = [row("trl", 2.0), row("hf", 1.0), row("trl", 4.0, slices=10), row("hf", 1.0, slices=10)]
+    said = [[cell.strip() for cell in line.split("|")[1:6]] for line in peers.table(rows).splitlines()[2:]]
+    assert [(cells[0], cells[4]) for cells in said] == [
+        *(("short", "1.00 x"), ("short", "2.00 x")),
+        *(("short, in turns", "1.00 x"), ("short, in turns", "4.00 x")),
+    ]
+
+
 def test_trl_with_vllm_is_for_a_gpu(
     peers: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,10 +261,14 @@ def test_runs_have_the_machine_in_turn(peers: Any, alive: Any, tmp_path: Path) -
     assert second.has_the_machine(0.2) is not None
 
 
-def test_a_run_that_ended_is_left_out(peers: Any, alive: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_ended_is_left_out_and_leaves_no_process(
+    peers: Any, alive: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = alive("one")
     peers.until_ready([one])
-    peers.kill(one.run.label)
+    first, child = peers.of_run(one.run.label)
+    first.kill()  # its child has no variable of the run, and another parent now
     assert one.has_the_machine(0.2) is None
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
     assert one.ended
     assert "ended with -9; see" in capsys.readouterr().err
