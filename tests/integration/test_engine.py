@@ -369,6 +369,7 @@ def test_where_graphs_hold_tensors_a_load_ahead_leaves_them_where_they_are(serve
     with pytest.raises(WeightSyncError, match=r"differ from those published in model\.layers\.0"):
         served.give(*served.publisher.next())
     served.recover()
+    assert (served.rpc("num_by_plan"), served.rpc("num_in_place")) == (3, 2), "it is not used again after that"
     served.rpc("with_graphs", False)
     served.recover()
     assert [served.rpc("address", module) for module in COPIED] != at_first
