@@ -212,6 +212,8 @@ STEPS = """
 import json, os, subprocess, sys, time
 if len(sys.argv) == 2:  # a child that has overwritten what it inherited, as vLLM's processes do with their title
     subprocess.Popen([sys.executable, __file__, sys.argv[1], "child"], env={})
+    while not os.path.exists(sys.argv[1] + ".child"):
+        time.sleep(0.02)
 ended = time.monotonic() + 60
 number, begun = 0, time.monotonic()
 while time.monotonic() < ended:

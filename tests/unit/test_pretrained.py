@@ -265,7 +265,8 @@ def test_a_rank_holds_and_reads_its_shard(tmp_path, other_ranks, num_ranks):
     layer = sum(p.nbytes for p in lm.model.layers[0].parameters())
     for got in results:
         assert got["read"] <= got["whole"] / num_ranks + 2**20, "its rows, once, and some headers"
-        # The shard, one more copy of a tensor or of what a pass gathers of a few layers, and 32 MiB of small things.
-        assert got["peak"] <= got["shard"] + 4 * layer + got["largest"] + 32 * 2**20, got
+        # The shard, one more copy of a tensor or of what a pass gathers of a few layers, and 40 MiB of small things:
+        # beside other tests it was 32 and a quarter. A rank that held the whole model would have 45 more.
+        assert got["peak"] <= got["shard"] + 4 * layer + got["largest"] + 40 * 2**20, got
         torch.testing.assert_close(torch.tensor(got["logprobs"]), expected, rtol=0, atol=1e-4)
     assert sum(got["read"] for got in results) >= results[0]["whole"]
