@@ -28,7 +28,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from peers import MARK, Run, random_weights, watched
+from peer_processes import MARK
+from peers import Run, random_weights, watched
 from quickstart_runs import HERE, warmed_up
 
 STEPS = (1_000, 10_000, 100_000)

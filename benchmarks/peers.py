@@ -42,7 +42,7 @@ learning runs about two.
 
 With `--slices` all systems are started before any is measured, and then have the machine for some seconds each, again
 and again, while the processes of the others are stopped: a machine whose speed drifts drifts for all alike, and a start
-is paid once.
+is paid once. The rounds are then turns of one run, with one seed, and the table has them apart.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,9 +66,9 @@ from typing import Any
 
 import peer_parts
 import psutil
+from peer_processes import MARK, Memory, cpu_seconds, kill, of_run
 from quickstart_runs import HERE, warmed_up
 
-MARK = "LEEWAY_PEERS_RUN"
 CORES_TO_START = 3
 """For each run that starts beside others."""
 PEERS = ("trl", "trl_vllm", "torchrl", "vllm")
@@ -85,8 +84,6 @@ GPU_SHARE = 0.8
 CACHE_BYTES = 4 * 2**30
 """Of each vLLM where several share a GPU: what is free there cannot be measured while others start."""
 RUNS = itertools.count()
-SEEN: dict[str, dict[int, float]] = {}
-"""Of each run, when its processes began, by their numbers."""
 WITHOUT_END = 100_000
 
 
@@ -144,9 +141,11 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     results = out / "peers.json"
     missed = 0
-    if args.slices:
+    if args.show or args.picture:
+        pass  # only what was measured before
+    elif args.slices:
         missed = measure_by_turns(args, out, results)
-    elif not args.show and not args.picture:
+    else:
         for name in args.workloads:
             measure(name, args, out, results)
     rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
@@ -445,15 +444,6 @@ def started(run: Run) -> subprocess.Popen[bytes]:
         return subprocess.Popen(run.command, cwd=HERE, env=run.env, stdout=said, stderr=subprocess.STDOUT)
 
 
-def kill(label: str) -> None:
-    until = time.monotonic() + 10  # what waits for a device ends when that has answered
-    while (left := of_run(label)) and time.monotonic() < until:
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.05)
-
-
 def took(rows: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = [s for row in rows if (s := seconds_of(row)) is not None]
     tokens = [t for row in rows if (t := row.get("tokens", row.get("train/response_tokens/total"))) is not None]
@@ -588,63 +578,6 @@ class Written:
             self._read += len(whole)
             self._step = max([self._step, *(json.loads(line)["step"] for line in whole.splitlines())])
         return self._step
-
-
-class Memory:
-    """Samples what the processes of a run hold, every three seconds; shared pages count for each by its part."""
-
-    def __init__(self, label: str) -> None:
-        self.peak = 0
-        self.is_stopped = False  # a stopped run's memory stays as it is
-        self._label, self._ended = label, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(3.0):
-            if self.is_stopped:
-                continue
-            total = 0
-            for process in of_run(self._label):
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
-                    total += int(rollup.split("Pss:")[1].split()[0]) * 1024
-            self.peak = max(self.peak, total)
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join(10)
-
-
-def of_run(label: str) -> list[psutil.Process]:
-    """All processes of the run: they inherit a variable, wherever their parents are. One that gives itself a title, as
-    vLLM's do, may write it over its variables: it is its parent's, and stays the run's when that has ended.
-    """
-    seen = SEEN.setdefault(label, {})
-    found, others = [], []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            is_own = seen.get(process.pid) == process.create_time() or process.environ().get(MARK) == label
-            found.append(process) if is_own else others.append((process, process.ppid()))
-    known = {process.pid for process in found}
-    while new := [process for process, parent in others if parent in known and process.pid not in known]:
-        found += new
-        known |= {process.pid for process in new}
-    for process in found:
-        with contextlib.suppress(psutil.Error):
-            seen[process.pid] = process.create_time()
-    return found
-
-
-def cpu_seconds(label: str) -> float:
-    total = 0.0
-    for process in of_run(label):
-        with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 # ------------------------------------------------------------------------------------------------------- results

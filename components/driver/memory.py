@@ -185,7 +185,8 @@ def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, fo
         slot_rank = config.rollout.engine_options.slot_rank(config.model.lora.rank)
         device["adapters"] = arriving * derive(config).adapter_versions * slot_rank // config.model.lora.rank // ranks
     if follows and config.rollout.engine_options.loads_ahead(on_cpu=not on_gpu) and config.model.lora is None:
-        device["loaded ahead"] = weights // ranks
+        # On a GPU each rank has all of what arrived, and copies its part from there: see `engines.vllm_plan`.
+        device["loaded ahead"] = weights if on_gpu else weights // ranks
     if on_gpu:
         device["KV cache"] = kv_cache_bytes(config, shape) // min(ranks, shape.num_kv_heads)
         device["bucket"] = _bucket_bytes(config, shape, served)

@@ -220,15 +220,14 @@ class EngineWeights:
     def _before_the_pause(self) -> Iterator[None]:
         assert self._staged is not None, "nothing was staged"
         manifest, stays, wanted = self._staged.manifest, vllm_shadow.graphs_may_hold_tensors(), self._double_buffer
-        num_bytes = manifest.num_bytes
         if (plan := self._plan_for(manifest)) is not None:
             self._plan = None  # if anything fails, loaders load the next version
             tensors = dict(self._tensors())
-            if wanted and not self._staged.is_on_device and self._has_room(ROOM * num_bytes):
+            if wanted and not self._staged.is_on_device and self._has_room(ROOM * manifest.num_bytes):
                 tensors = yield from self._staged.fetched()
             self._prepared, self._plan = plan.prepared(tensors), plan
         elif not self._half_loaded and can_be_shadowed(self.model):
-            own_bytes = num_bytes / self._num_ranks
+            own_bytes = manifest.num_bytes / self._num_ranks
             asked = wanted or (wanted is None and not stays)
             watches = wanted is None and stays and not self._has_watched
             if (asked and self._has_room(ROOM * own_bytes)) or (

@@ -161,14 +161,18 @@ def test_a_model_beside_the_policy_is_shared_by_the_same_rules(tmp_path: Path) -
 
 def test_the_second_copy_of_the_weights_is_counted_and_can_be_left_out() -> None:
     ahead, gpu = "rollout.engine.double_buffer", "cluster.device=cuda"
+    two_ranks = "rollout.engine.tensor_parallel_size=2"
     for overrides, counted in (
-        ([], True),
-        ([f"{ahead}=false"], False),
-        ([gpu], False),
-        ([gpu, f"{ahead}=true"], True),
+        ([], "3.6 MiB"),
+        ([f"{ahead}=false"], None),
+        ([two_ranks], "1.8 MiB"),
+        ([gpu], None),
+        ([gpu, f"{ahead}=true"], "3.6 MiB"),
+        ([gpu, f"{ahead}=true", two_ranks], "3.6 MiB"),  # each has all of what arrived
     ):
         stage = plan_run("quickstart", "async_rl", overrides)[-1]
         (engine,) = [text for what, text in estimate_stage(stage).rows if what == "memory of an engine rank"]
-        assert ("loaded ahead 3.6 MiB" in engine) == counted
+        assert ("loaded ahead" in engine) == (counted is not None)
+        assert counted is None or f"loaded ahead {counted}" in engine
     with pytest.raises(ConfigError, match=r"double_buffer: got 'often', expected a boolean"):
         load_config("quickstart", ["rollout.engine.double_buffer=often"])
