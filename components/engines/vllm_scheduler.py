@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
+from .vllm_beginnings import Beginnings
 from .vllm_core import add_calls
 from .vllm_groups import COUNTS, ENDED, MEMBERS, PASS, REASONS, group_of, is_of_group, member_id
 
@@ -28,6 +30,7 @@ class _OfGroups(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._left: dict[str, set[str]] = {}  # members that have not ended, by group
+        self._beginnings = Beginnings(self)
 
     def add_request(self, request: Request) -> None:
         if not is_of_group(request.request_id):
@@ -37,7 +40,7 @@ class _OfGroups(Scheduler):
         assert params is not None
         own = copy(params)
         own.n = 1
-        left = self._left[request.request_id] = set()
+        members: list[Request] = []
         for index in range(params.n):
             if params.seed is not None:
                 own = copy(own)
@@ -55,15 +58,41 @@ class _OfGroups(Scheduler):
             )
             # Of the prompt they are the same for all, and were computed beside the last pass.
             member.block_hashes, member._block_hasher = list(request.block_hashes), request._block_hasher
-            left.add(member.request_id)
+            members.append(member)
+        self._left[request.request_id] = {member.request_id for member in members}
+        for member in self._beginnings.take(members):
             super().add_request(member)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._beginnings.before_pass()
+        output = super().schedule(*args, **kwargs)
+        for member in self._beginnings.passed(output):
+            super().add_request(member)
+        return output
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+        blocks, num_tokens, *others = super()._get_local_prefix_cache_hit(request)
+        return *self._beginnings.found(request, blocks, num_tokens), *others
+
+    def set_pause_state(self, pause_state: Any) -> None:
+        self._beginnings.let_go()
+        super().set_pause_state(pause_state)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._beginnings.let_go()
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Request]:
         if isinstance(request_ids, str):
             request_ids = (request_ids,)
         if request_ids is not None:
             request_ids = [one for name in request_ids for one in self._left.get(name, (name,))]
-        ended = super().finish_requests(request_ids, finished_status)
+        unscheduled, ready = self._beginnings.ended(request_ids)
+        for request in unscheduled:
+            request.status = finished_status
+        ended = [*super().finish_requests(request_ids, finished_status), *unscheduled]
+        for request in ready:
+            super().add_request(request)
         for request in ended:
             group = self._ends(request.request_id)
             if group is not None and self.finished_req_ids_dict is not None:
