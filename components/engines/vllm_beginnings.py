@@ -4,7 +4,8 @@ What a prompt has after its last full block, up to 31 tokens on a CPU, each comp
 itself, and a system prompt that ends within a block each group. With short answers that can be most of what an engine
 does. Here
 
-- a group's others wait until a pass computes the first one's prompt. From the next pass on they begin at its last token;
+- a group's others wait until a pass computes the first one's prompt. From the next pass on they begin at its last
+  token;
 - any other prompt begins where it differs from those that were computed last.
 
 Either takes a copy of the block in which that is, by vLLM's own copying of blocks, in the pass that goes on from it. On
@@ -98,6 +99,7 @@ class Beginnings:
             return self._manager.create_kv_cache_blocks((prompt.blocks,)), len(prompt.tokens)
         best, longest = None, num_tokens + MIN_TOKENS - 1
         full, kind = list(blocks.blocks[0]), _kind(request)
+        assert request.prompt_token_ids is not None
         asked = request.prompt_token_ids[num_tokens : min(num_tokens + self._size, request.num_prompt_tokens - 1)]
         for prompt in self._kept.values():
             if prompt.kind == kind and prompt.blocks[: len(full)] == full:

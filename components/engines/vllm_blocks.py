@@ -1,7 +1,8 @@
 """How many tokens a block of vLLM's key-value cache holds on a CPU.
 
-The answers of a group share the whole blocks of their prompt, and each reads the rest of it. vLLM's default of 128
-tokens shares nothing of a shorter prompt. Blocks of 32 cost answers no time that could be measured (docs/log.md).
+Prompts share whole blocks, and of the next one a copy (`vllm_beginnings.py`). Of vLLM's default of 128 tokens that
+would be all of a short prompt, for each of its answers. Blocks of 32 cost answers no time that could be measured
+(docs/log.md).
 """
 
 from __future__ import annotations
