@@ -1,8 +1,8 @@
 """What prompts begin with, computed once to the token: vLLM shares keys and values by whole blocks only.
 
-What a prompt has after its last full block, up to 31 tokens on a CPU, each completion of a group would compute for
-itself, and a system prompt that ends within a block each group. With short answers that can be most of what an engine
-does. Here
+Without this, each completion of a group computes what follows the prompt's last full block (up to 31 tokens on a CPU),
+and each group the end of a system prompt that ends within a block. With short answers that can be most of what an
+engine does. Here
 
 - a group's others wait until a pass computes the first one's prompt. From the next pass on they begin at its last
   token;
@@ -15,34 +15,39 @@ a GPU a pass takes as long with these few tokens as without: it is not done ther
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
-MIN_TOKENS = 4
-"""That a copy must save."""
-NUM_KEPT = 8
-"""Prompts that others are compared with: system prompts in use at a time, and more."""
-MAX_USAGE = 0.9
-"""Of the cache. Above it nothing is kept: what nobody computes with would not make room."""
+from ..shared_rows import num_same
+
+LEAST_TOKENS = 4
+"""That are worth a copy."""
+MOST_PROMPTS = 8
+"""That are kept, beside those that somebody waits for."""
+MOST_USAGE = 0.9
+"""Of the cache, with prompts in it that nobody else computes with: vLLM cannot make room of kept blocks."""
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """One that was computed. `tokens`: all but the last; `blocks`: where their keys and values are. `left`: who begins
-    with all of them, and was not scheduled yet.
+    """One that was computed. `tokens`: all but the last; `blocks`: where their keys and values are. `unscheduled`: who
+    begins with all of them, and was in no pass yet.
     """
 
-    tokens: Sequence[int]
+    tokens: list[int]
     blocks: list[KVCacheBlock]
     kind: tuple[Any, ...]
-    left: set[str] = field(default_factory=set)
+    unscheduled: set[str] = field(default_factory=set)
 
 
 class Beginnings:
@@ -51,64 +56,67 @@ class Beginnings:
         self._manager = scheduler.kv_cache_manager
         self._size = scheduler.block_size
         self._are_shared = current_platform.is_cpu() and _can_share(scheduler)
-        self._waiting: dict[str, list[Request]] = {}  # for a group's first one, by its id
+        self._held_back: dict[str, list[Request]] = {}  # by the id of their group's first one
+        self._computing: set[str] = set()  # in some pass, perhaps not with their whole prompt yet
         self._kept: OrderedDict[str, _Prompt] = OrderedDict()  # by the id of who computed it
-        self._first_of: dict[str, str] = {}  # of those in some `left`
+        self._begins_with: dict[str, str] = {}  # of those that are unscheduled
 
     def take(self, members: list[Request]) -> list[Request]:
-        """Of a new group's members, those to schedule at once. The others come from `passed` or `ended`."""
+        """Of a group's members, those to schedule at once. The others come from `passed` or `ended`."""
         first, *others = members
         end = (first.num_prompt_tokens - 1) % self._size
-        if not others or end < MIN_TOKENS or not self._may_share(first):
+        if not others or end < LEAST_TOKENS or not self._may_share(first):
             return members
-        self._waiting[first.request_id] = others
+        self._held_back[first.request_id] = others
         return [first]
 
     def before_pass(self) -> None:
-        if self._kept and self._manager.usage > MAX_USAGE:
-            self.let_go()
+        free = self._manager.block_pool.get_num_free_blocks()
+        if self._kept and (self._manager.usage > MOST_USAGE or free < len(self._scheduler.running)):
+            self._let_go_of_unused()
 
-    def passed(self, output: Any) -> list[Request]:
+    def passed(self, output: SchedulerOutput) -> list[Request]:
         """After a pass was scheduled. Those that may be scheduled from the next one on."""
         if not self._are_shared:
             return []
-        if not output.total_num_scheduled_tokens and self._scheduler.waiting:
-            self.let_go()
-        names = [name for name in self._waiting if name in output.num_scheduled_tokens]
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._first_of:
+            if new.req_id in self._begins_with:
                 self._begun(new.req_id)
-            elif new.req_id not in self._waiting:
-                names.append(new.req_id)
+            elif new.req_id not in self._kept:
+                self._computing.add(new.req_id)
+        self._make_room(output.total_num_scheduled_tokens)
         ready: list[Request] = []
-        for name in names:
-            request = self._scheduler.requests[name]
-            if request.num_computed_tokens >= request.num_prompt_tokens:  # not one that is computed in parts
-                others = self._waiting.pop(name, [])
+        for name in list(self._computing):
+            request = self._scheduler.requests.get(name)
+            if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
+                continue
+            self._computing.discard(name)
+            if request is not None:
+                others = self._held_back.pop(name, [])
                 if self._may_share(request):
                     self._keep(request, others)
                 ready += others
         return ready
 
-    def found(self, request: Request, blocks: Any, num_tokens: int) -> tuple[Any, int]:
+    def extended(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> tuple[KVCacheBlocks, int]:
         """(blocks, number of tokens) that a request begins with. The arguments are those that vLLM found for it."""
         if not self._kept or request.num_output_tokens or not self._may_share(request):
             return blocks, num_tokens
-        if (first := self._first_of.get(request.request_id)) is not None:
-            prompt = self._kept[first]
+        if (computed_by := self._begins_with.get(request.request_id)) is not None:
+            prompt = self._kept[computed_by]
             return self._manager.create_kv_cache_blocks((prompt.blocks,)), len(prompt.tokens)
-        best, longest = None, num_tokens + MIN_TOKENS - 1
+        best, most = None, num_tokens + LEAST_TOKENS - 1
         full, kind = list(blocks.blocks[0]), _kind(request)
         assert request.prompt_token_ids is not None
         asked = request.prompt_token_ids[num_tokens : min(num_tokens + self._size, request.num_prompt_tokens - 1)]
         for prompt in self._kept.values():
             if prompt.kind == kind and prompt.blocks[: len(full)] == full:
-                common = num_tokens + _common(asked, prompt.tokens[num_tokens : num_tokens + self._size])
-                if common > longest:
-                    best, longest = prompt, common
+                same = num_tokens + num_same(asked, prompt.tokens[num_tokens : num_tokens + self._size])
+                if same > most:
+                    best, most = prompt, same
         if best is None:
             return blocks, num_tokens
-        return self._manager.create_kv_cache_blocks((best.blocks[: len(full) + 1],)), longest
+        return self._manager.create_kv_cache_blocks((best.blocks[: len(full) + 1],)), most
 
     def ended(self, ids: Iterable[str] | None) -> tuple[list[Request], list[Request]]:
         """These end before their time; None: all. Of those that the scheduler does not know yet: (those that end, too,
@@ -116,57 +124,88 @@ class Beginnings:
         """
         if ids is None:
             self.let_go()
-            ending, self._waiting = [other for others in self._waiting.values() for other in others], {}
+            ending, self._held_back = [other for others in self._held_back.values() for other in others], {}
             return ending, []
         names = set(ids)
         ending: list[Request] = []
         ready: list[Request] = []
-        for first, others in list(self._waiting.items()):
+        for first, others in list(self._held_back.items()):
             ending += [other for other in others if other.request_id in names]
             others[:] = [other for other in others if other.request_id not in names]
             if first in names or not others:
-                ready += self._waiting.pop(first)
-        for name in names & self._first_of.keys():
+                del self._held_back[first]
+                ready += self.take(others) if others else []
+        for name in names & self._begins_with.keys():
             self._begun(name)
         return ending, ready
 
     def let_go(self) -> None:
         """Keep nothing any longer, such as before other weights are loaded: those that still wait compute it."""
-        for prompt in self._kept.values():
-            self._free(prompt)
-        self._kept.clear()
-        self._first_of.clear()
+        for name in list(self._kept):
+            self._drop(name)
+
+    def is_empty(self) -> bool:
+        return not (self._held_back or self._begins_with or self._kept)
+
+    def _make_room(self, num_scheduled: int) -> None:
+        """Nothing that is kept may be what somebody waits for."""
+        scheduler = self._scheduler
+        if not scheduler.waiting:
+            return
+        if not num_scheduled and not scheduler.running:
+            self.let_go()
+        elif (
+            len(scheduler.running) < scheduler.max_num_running_reqs
+            and num_scheduled < scheduler.max_num_scheduled_tokens
+            and scheduler.pause_state == PauseState.UNPAUSED
+        ):
+            self._let_go_of_unused()
+
+    def _let_go_of_unused(self) -> None:
+        """Of prompts of which some block is in use nowhere else."""
+        for name in [name for name, prompt in self._kept.items() if any(b.ref_cnt == 1 for b in prompt.blocks)]:
+            self._drop(name)
 
     def _may_share(self, request: Request) -> bool:
         return (
             self._are_shared
             and request.prompt_token_ids is not None
+            and request.prompt_embeds is None
+            and not request.mm_features
             and self._manager.prefix_cache_lookup_enabled(request)
         )
 
     def _keep(self, request: Request, others: list[Request]) -> None:
         assert request.prompt_token_ids is not None
-        tokens = request.prompt_token_ids[:-1]
-        blocks = list(self._manager.get_blocks(request.request_id).blocks[0][: -(-len(tokens) // self._size)])
-        if not blocks:
-            return
-        self._manager.block_pool.touch(blocks)
-        left = {other.request_id for other in others}
-        self._kept[request.request_id] = _Prompt(tokens, blocks, _kind(request), left)
-        self._first_of.update(dict.fromkeys(left, request.request_id))
+        name, tokens, kind = request.request_id, request.prompt_token_ids[:-1], _kind(request)
+        same = next((n for n, prompt in self._kept.items() if prompt.kind == kind and prompt.tokens == tokens), None)
+        if same is None:
+            num_blocks = -(-len(tokens) // self._size)
+            if not num_blocks:
+                return
+            blocks = list(self._manager.get_blocks(name).blocks[0][:num_blocks])
+            self._manager.block_pool.touch(blocks)
+            self._kept[name] = _Prompt(tokens, blocks, kind)
+            same = name
+        self._kept.move_to_end(same)
+        for other in others:
+            self._kept[same].unscheduled.add(other.request_id)
+            self._begins_with[other.request_id] = same
         self._drop_old()
 
     def _begun(self, name: str) -> None:
-        self._kept[self._first_of.pop(name)].left.discard(name)
+        self._kept[self._begins_with.pop(name)].unscheduled.discard(name)
         self._drop_old()
 
     def _drop_old(self) -> None:
-        """The oldest first; those that somebody waits for stay."""
-        unwanted = [name for name, prompt in self._kept.items() if not prompt.left]
-        for name in unwanted[: max(0, len(unwanted) - NUM_KEPT)]:
-            self._free(self._kept.pop(name))
+        unwanted = [name for name, prompt in self._kept.items() if not prompt.unscheduled]
+        for name in unwanted[: max(0, len(unwanted) - MOST_PROMPTS)]:
+            self._drop(name)
 
-    def _free(self, prompt: _Prompt) -> None:
+    def _drop(self, name: str) -> None:
+        prompt = self._kept.pop(name)
+        for other in prompt.unscheduled:
+            del self._begins_with[other]
         self._manager.block_pool.free_blocks(reversed(prompt.blocks))
 
 
@@ -184,9 +223,3 @@ def _can_share(scheduler: Scheduler) -> bool:
 def _kind(request: Request) -> tuple[Any, ...]:
     """Keys and values of the same tokens are the same where this is."""
     return request.cache_salt, request.lora_request and request.lora_request.lora_int_id
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    num = min(len(one), len(other))
-    return next((i for i in range(num) if one[i] != other[i]), num)

@@ -72,7 +72,7 @@ class _OfGroups(Scheduler):
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
         blocks, num_tokens, boundary, has_diverged = super()._get_local_prefix_cache_hit(request)
-        return *self._beginnings.found(request, blocks, num_tokens), boundary, has_diverged
+        return *self._beginnings.extended(request, blocks, num_tokens), boundary, has_diverged
 
     def set_pause_state(self, pause_state: Any) -> None:
         self._beginnings.let_go()

@@ -240,7 +240,7 @@ def test_prompts_share_what_they_begin_with(
     request: pytest.FixtureRequest, tmp_path: Path, head_size: int, block: int
 ) -> None:
     """Blocks of 16 tokens where vLLM's kernel computes these and of 32 else; and the last one as far as it is the
-    same, unless that are three tokens or fewer.
+    same, unless that is three tokens or fewer.
     """
     if head_size == 32:
         served: ServedByVllm = request.getfixturevalue("served")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from leeway.engines.vllm_groups import COUNTS, GROUP, MEMBERS, PASS, REASONS, member_id
+from leeway.engines.vllm_groups import COUNTS, ENDED, GROUP, MEMBERS, PASS, REASONS, member_id
 
 BLOCK = 16
 
@@ -100,7 +101,7 @@ class Engine:
         from vllm.v1.request import RequestStatus
 
         aborted = self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-        self.ended.update((request.request_id, "abort") for request in aborted)
+        self._end({request.request_id: "abort" for request in aborted})
         return [request.request_id for request in aborted]
 
     def work(self) -> None:
@@ -163,9 +164,19 @@ class Engine:
             for record in of_client.outputs:
                 assert record.request_id == PASS
                 said = record.kv_transfer_params
-                at = dict(zip(range(len(said[MEMBERS])), said[MEMBERS], strict=True))
+                at = said[MEMBERS]
                 assert sum(said[COUNTS]) == len(record.new_token_ids)
-                self.ended.update((at[i], why) for i, why in zip(said["ended"], said[REASONS], strict=True))
+                self._end({at[i]: why for i, why in zip(said[ENDED], said[REASONS], strict=True)})
+
+    def _end(self, reasons: dict[str, str]) -> None:
+        assert not reasons.keys() & self.ended.keys(), "told twice"
+        self.ended |= reasons
+
+    def check_that_nothing_is_left(self) -> None:
+        assert self.scheduler.reset_prefix_cache()
+        assert self.pool.get_num_free_blocks() == self.free, "blocks are still held"
+        assert self.scheduler._left == {}
+        assert self.scheduler._beginnings.is_empty()
 
 
 def _key(request: Any, token: int) -> int:
@@ -174,7 +185,7 @@ def _key(request: Any, token: int) -> int:
 
 
 def _sampled(name: str, position: int) -> int:
-    return 1000 + hash((name, position)) % 4000
+    return 1000 + zlib.crc32(f"{name} {position}".encode()) % 4000
 
 
 def tokens(seed: int, num: int) -> list[int]:
@@ -186,9 +197,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     engine = Engine(tmp_path, asynchronous=request.param)
     yield engine
     engine.finish()
-    engine.scheduler.reset_prefix_cache()
-    assert engine.pool.get_num_free_blocks() == engine.free, "blocks are still held"
-    assert engine.scheduler._left == {}
+    engine.check_that_nothing_is_left()
 
 
 def members(name: str, n: int = 4) -> list[str]:
@@ -264,6 +273,33 @@ def test_if_the_first_of_a_group_is_aborted_the_others_go_on(engine: Engine) -> 
     assert engine.abort(members(name)[0]) == members(name)[:1]
     engine.finish()
     assert [engine.ended[member] for member in members(name)] == ["abort", "length", "length", "length"]
+    assert [engine.computed[member] for member in members(name)[1:]] == [28, 1, 1], "one of them is the first one now"
+
+
+def test_a_prompt_that_is_asked_for_again_and_again_takes_one_place(engine: Engine) -> None:
+    system = tokens(0, 25)
+    engine.ask([*system, *tokens(1, 13)], max_tokens=1)
+    engine.finish()
+    for _ in range(10):
+        engine.ask(tokens(2, 17), max_tokens=1)
+        engine.finish()
+    name = engine.ask([*system, *tokens(3, 13)], n=1, max_tokens=1)
+    engine.finish()
+    assert engine.computed[members(name)[0]] == 13
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_kept_makes_room_for_who_waits_for_it(tmp_path: Path, asynchronous: bool) -> None:
+    """Of 19 blocks, four prompts of three are kept, and one answer runs: one of seven does not wait for its end."""
+    engine = Engine(tmp_path, num_blocks=20, asynchronous=asynchronous)
+    for seed in range(4):
+        engine.ask(tokens(seed, 44), n=1, max_tokens=1)
+    engine.finish()
+    running = engine.ask(tokens(8, 20), n=1, max_tokens=30)
+    engine.work()
+    waiting = engine.ask(tokens(9, 110), n=1, max_tokens=1)
+    engine.finish()
+    assert list(engine.ended)[-2:] == [members(waiting)[0], members(running)[0]]
 
 
 def test_all_are_aborted_at_once(engine: Engine) -> None:
@@ -318,5 +354,4 @@ def test_everyone_reads_their_own_tokens(tmp_path: Path, seed: int) -> None:
         engine.work()
     engine.finish()
     assert set(engine.ended) == set(asked)
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.pool.get_num_free_blocks() == engine.free
+    engine.check_that_nothing_is_left()
