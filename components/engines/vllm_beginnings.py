@@ -71,6 +71,7 @@ class Beginnings:
         return [first]
 
     def before_pass(self) -> None:
+        """Make room for a block more of each that runs."""
         free = self._manager.block_pool.get_num_free_blocks()
         if self._kept and (self._manager.usage > MOST_USAGE or free < len(self._scheduler.running)):
             self._let_go_of_unused()
@@ -144,11 +145,8 @@ class Beginnings:
         for name in list(self._kept):
             self._drop(name)
 
-    def is_empty(self) -> bool:
-        return not (self._held_back or self._begins_with or self._kept)
-
     def _make_room(self, num_scheduled: int) -> None:
-        """Nothing that is kept may be what somebody waits for."""
+        """Where requests wait although the pass had places and tokens left, what is kept may be what they wait for."""
         scheduler = self._scheduler
         if not scheduler.waiting:
             return

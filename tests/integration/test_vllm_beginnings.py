@@ -176,7 +176,8 @@ class Engine:
         assert self.scheduler.reset_prefix_cache()
         assert self.pool.get_num_free_blocks() == self.free, "blocks are still held"
         assert self.scheduler._left == {}
-        assert self.scheduler._beginnings.is_empty()
+        own = self.scheduler._beginnings
+        assert [own._held_back, own._computing, own._begins_with, own._kept] == [{}, set(), {}, {}]
 
 
 def _key(request: Any, token: int) -> int:
