@@ -437,21 +437,28 @@ def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
     served: ServedByVllm, in_flight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads and goes on while the collector's loop is busy with other things: what is in flight, or was asked before
-    the load, is finished meanwhile.
+    the load, has its next pass meanwhile.
     """
     served.recover()
     engine, versions, asked = served.engine, list[int](), asyncio.Event()
-    core = engine._llm.engine_core
-    call = core.call_utility_all_async
+    passes, busy_until = list[tuple[float, int]](), 0.0
+    core, processor = engine._llm.engine_core, engine._llm.output_processor
+    call, process = core.call_utility_all_async, processor.process_outputs
 
     async def note(name: str, *args: Any) -> Any:
         if name == TAKE_STAGED:
             asyncio.get_running_loop().call_later(0.05, asked.set)
         return await call(name, *args)
 
+    def note_pass(outputs: list[Any], ended: float, *args: Any, weight_version: Any, **kwargs: Any) -> Any:
+        passes.append((ended, int(weight_version)))  # by the clock of the engine's own process
+        return process(outputs, ended, *args, weight_version=weight_version, **kwargs)
+
     @contextmanager
     def busy() -> Iterator[None]:
+        nonlocal busy_until
         time.sleep(4)
+        busy_until = time.monotonic()
         yield
 
     def listen(_: int, tokens: list[int], __: Any, version: int) -> None:
@@ -472,14 +479,16 @@ def test_an_engine_that_stands_still_waits_for_no_turn_of_the_collector(
             await asked.wait()
             last = ask()
         await loading
-        await asyncio.sleep(0.05)
-        assert last.done(), "it waited to be told to go on"
+        await asyncio.wait_for(last, 120)
         await engine.read_back(staged)
         staged.release()
 
     monkeypatch.setattr(core, "call_utility_all_async", note)
+    monkeypatch.setattr(processor, "process_outputs", note_pass)
     served.run(load())
     assert versions[-1] == served.publisher.version
+    first_after = min(ended for ended, version in passes if version == served.publisher.version)
+    assert first_after < busy_until, "it waited to be told to go on"
     served.recover()
 
 
