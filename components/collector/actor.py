@@ -20,6 +20,7 @@ from ..config.model_files import model_config, of_the_text
 from ..envs.registry import build_environment
 from ..failures import PartFailed, Watched, as_text
 from ..garbage import settle
+from ..group import Group
 from ..importing import not_loading
 from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
@@ -32,6 +33,7 @@ from .completion_queue import unless
 from .engine import Engine, EngineSettings, SampledTokens, start_engine
 from .loop_watch import LoopWatch
 from .open_requests import OpenRequests, Piece
+from .outbox import Outbox
 from .weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -239,10 +241,21 @@ class CollectorActor(Watched):
 
     @as_text
     async def collect(self) -> None:
-        """Collect until admission ends. Waits for slots; every finished batch goes to the replay buffer."""
-        async for finished in self._run.collector.groups():
-            with spans.span("put", groups=[group.group_id for group in finished]):
-                await self._run.buffer.put.remote(finished)
+        """Collect until admission ends. Waits for slots; what is finished goes to the replay buffer, while others
+        begin: an engine with room for them would stand idle.
+        """
+        outbox = Outbox(self._put)
+
+        async def collecting() -> None:
+            async for finished in self._run.collector.groups():
+                outbox.add(finished)
+            await outbox.emptied()
+
+        await unless(outbox.run(), collecting())
+
+    async def _put(self, finished: list[Group]) -> None:
+        with spans.span("put", groups=[group.group_id for group in finished]):
+            await self._run.buffer.put.remote(finished)
 
     @as_text
     async def until_verified(self, policy_version: int) -> None:

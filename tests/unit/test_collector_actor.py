@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +158,69 @@ def test_nothing_is_sampled_again_for_a_client_that_has_left(actor: CollectorAct
         assert asked.count == 1
 
     asyncio.run(leaves())
+
+
+class Slow:
+    """A replay buffer that answers a `put` when `answers` is set."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.answers = asyncio.Event()
+        self.put = SimpleNamespace(remote=self._put)
+
+    async def _put(self, groups: list[Any]) -> None:
+        self.got.append([group.group_id for group in groups])
+        await self.answers.wait()
+
+
+def collecting(actor: CollectorActor, buffer: Slow, *, ends: bool = True) -> list[str]:
+    """Have `actor` collect four groups, and no more if not `ends`; what happened in its collector."""
+    happened = list[str]()
+
+    async def groups() -> AsyncIterator[list[Any]]:
+        for ids in ([1], [2], [3, 4]):
+            happened.append(f"made {ids}")
+            yield [SimpleNamespace(group_id=i) for i in ids]
+            await asyncio.sleep(0)
+        while not ends:
+            await asyncio.sleep(10)
+        happened.append("ended")
+
+    actor._current = cast("Any", SimpleNamespace(buffer=buffer, collector=SimpleNamespace(groups=groups)))
+    return happened
+
+
+def test_groups_are_made_while_others_are_put(actor: CollectorActor) -> None:
+    async def collects() -> None:
+        buffer = Slow()
+        happened = collecting(actor, buffer)
+        collect = asyncio.ensure_future(actor.collect())
+        while "ended" not in happened:
+            await asyncio.sleep(0)
+        assert buffer.got == [[1]], "one call at a time"
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not collect.done(), "it has ended when the buffer has all"
+        buffer.answers.set()
+        await collect
+        assert buffer.got == [[1], [2, 3, 4]]
+
+    asyncio.run(asyncio.wait_for(collects(), 60))
+
+
+def test_a_buffer_that_is_lost_ends_the_collecting(actor: CollectorActor) -> None:
+    async def collects() -> None:
+        buffer = Slow()
+
+        async def lost(groups: list[Any]) -> None:
+            raise ConnectionError("the buffer is gone")
+
+        buffer.put = SimpleNamespace(remote=lost)
+        collecting(actor, buffer, ends=False)
+        with pytest.raises(PartFailed, match="the buffer is gone"):
+            await actor.collect()
+
+    asyncio.run(asyncio.wait_for(collects(), 60))
 
 
 @pytest.mark.slow

@@ -1,0 +1,40 @@
+"""Finished groups on their way out, while others begin."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
+
+from ..group import Group
+
+
+class Outbox:
+    """One call of `send` at a time; what is added meanwhile goes with the next one. So whoever adds waits for no call,
+    and the busier the other side is, the fewer calls it gets.
+    """
+
+    def __init__(self, send: Callable[[list[Group]], Awaitable[object]]) -> None:
+        self._send = send
+        self._groups: list[Group] = []
+        self._some, self._none = asyncio.Event(), asyncio.Event()
+        self._none.set()
+
+    def add(self, groups: Sequence[Group]) -> None:
+        self._groups += groups
+        self._none.clear()
+        self._some.set()
+
+    async def run(self) -> NoReturn:
+        """Raises what `send` raises."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            groups, self._groups = self._groups, []
+            await self._send(groups)
+            if not self._groups:
+                self._none.set()
+
+    async def emptied(self) -> None:
+        """Wait until all that was added is sent."""
+        await self._none.wait()
