@@ -241,8 +241,8 @@ class CollectorActor(Watched):
 
     @as_text
     async def collect(self) -> None:
-        """Collect until admission ends. Waits for slots; what is finished goes to the replay buffer, while others
-        begin: an engine with room for them would stand idle.
+        """Collect until admission ends. Waits for slots. Finished groups go to the replay buffer while others begin, so
+        that an engine with room does not stand idle.
         """
         outbox = Outbox(self._put)
 

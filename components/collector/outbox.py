@@ -10,8 +10,8 @@ from ..group import Group
 
 
 class Outbox:
-    """One call of `send` at a time; what is added meanwhile goes with the next one. So whoever adds waits for no call,
-    and the busier the other side is, the fewer calls it gets.
+    """Sends groups with one call of `send` at a time. What is added during a call goes with the next one: adding never
+    waits, and a busy receiver gets fewer calls.
     """
 
     def __init__(self, send: Callable[[list[Group]], Awaitable[object]]) -> None:
