@@ -26,6 +26,8 @@ class Advantage(Piece):
     key: ClassVar[str] = "algorithm.advantage"
     needs_group: ClassVar[bool] = False
     """It compares a trajectory with the others of its group, which must be two at least."""
+    by_group: ClassVar[bool] = False
+    """It looks at no other group, so a batch may be trained part by part (`train.stream_groups`)."""
     needs_critic: ClassVar[bool] = False
     """The trainer's critic computes advantages, token by token, from what this returns."""
     needs_teacher: ClassVar[bool] = False
@@ -47,6 +49,7 @@ class GroupAdvantage(Advantage):
     """Derive from this for a function of one group: define `of_group`."""
 
     needs_group: ClassVar[bool] = True
+    by_group: ClassVar[bool] = True
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
         """Rewards [G] of one group -> advantages [G]."""
@@ -221,6 +224,7 @@ class Reward(Advantage):
     """`R` itself: rewards must already say good (> 0) and bad (< 0)."""
 
     name: Literal["reward"] = "reward"
+    by_group: ClassVar[bool] = True
     keeps_baseline: ClassVar[bool] = True
 
     def of_batch(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -231,6 +235,7 @@ class Zero(Advantage):
     """0: the signal comes from a teacher (`algorithm.kl.where: token`), not from rewards."""
 
     name: Literal["zero"] = "zero"
+    by_group: ClassVar[bool] = True
     needs_teacher: ClassVar[bool] = True
 
     def of_batch(self, rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Objective:
     - `needs_step_values`: each step starts by passing `step_values` of every rank to `for_step`.
     - `num_buffers`: tokens of this many auxiliary buffers, which have no lag, may be trained on together with others.
     - `sequences_per_unit`: this many neighbouring sequences of a batch stay in one microbatch, in order.
+    - `num_divided`: the first so many `sums` are divided by `divisor`, as `total` is. 0: a step comes in one part.
 
     `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
     """
@@ -50,11 +51,16 @@ class Objective:
     needs_step_values: bool = False
     num_buffers: int = 0
     sequences_per_unit: int = 1
+    num_divided: int = 0
 
     def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
         raise NotImplementedError
 
     def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
+        raise NotImplementedError
+
+    def divisor(self, *, num_sequences: int, num_tokens: int) -> float:
+        """What the loss of a step with these counts is divided by."""
         raise NotImplementedError
 
     def step_values(
@@ -97,6 +103,7 @@ class PolicyObjective(Objective):
     limit: float = math.inf
     num_sums: int = len(SUMS) + 2
     num_maxima: int = len(MAXIMA)
+    num_divided: int = 1
 
     @property
     def needs_proximal(self) -> bool:
@@ -131,6 +138,9 @@ class PolicyObjective(Objective):
         return self.correction.step_values(
             CorrectionInputs(proximal_logprobs, behavior, advantages, tokens.mask, tokens.segments)
         )
+
+    def divisor(self, *, num_sequences: int, num_tokens: int) -> float:
+        return num_tokens if self.aggregation == "token_mean" else num_sequences
 
     def policy_tokens(self, batch: TrainBatch) -> torch.Tensor:
         """The tokens [S] that the policy loss is about."""

@@ -127,6 +127,11 @@ class TrainConfig(Section):
     updates_per_batch: Annotated[PositiveInt, ROLLOUTS] = Field(
         default=1, description="optimizer steps per batch; divides groups_per_step"
     )
+    stream_groups: Annotated[PositiveInt | None, ROLLOUTS] = Field(
+        default=None,
+        description="begin with a batch when so many of its groups are there, and go on with what has come meanwhile; "
+        "rounding then depends on which came first; null: with all of it, in admission order",
+    )
     batch_size: Annotated[PositiveInt, BATCHES] = Field(
         default=128, description="sequences per optimizer step (recipes sft and dpo; a pair counts as two)"
     )

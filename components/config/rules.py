@@ -302,6 +302,13 @@ def a_loop_of_ones_own_is_one_process(config: Config) -> None:
                 expected=f"{value} for a training loop of one's own",
                 fix=f"set train.{key}={value}, or use async_rl",
             )
+    if t.stream_groups is not None:
+        raise ConfigError(
+            "train.stream_groups",
+            got=t.stream_groups,
+            expected="null for a training loop of one's own, which gets whole batches",
+            fix="leave it out, or use async_rl",
+        )
     if config.model.lora is not None:
         raise ConfigError(
             "model.lora",
@@ -568,6 +575,38 @@ def a_critic_leaves_the_policy_time(config: Config) -> None:
         )
 
 
+def a_batch_can_come_in_parts(config: Config) -> None:
+    """A part is trained before anybody knows the rest of its batch."""
+    train = config.train
+    parts = train.stream_groups
+    if parts is None:
+        return
+    if parts >= train.groups_per_step:
+        raise ConfigError(
+            "train.stream_groups",
+            got=parts,
+            expected=f"fewer than train.groups_per_step {train.groups_per_step}",
+            fix=f"use {max(1, train.groups_per_step // 4)}, or leave it out",
+        )
+    pieces = config.algorithm.made()
+    needs_all = {
+        f"train.updates_per_batch is {train.updates_per_batch}": train.updates_per_batch > 1,
+        "cluster.placement is turns: the trainer is away while engines work": config.cluster.in_turns,
+        f"algorithm.advantage is {config.algorithm.advantage.name}, made from all rewards of a batch": (
+            not pieces.advantage.by_group
+        ),
+        f"algorithm.correction is {config.algorithm.correction.name}, whose limit comes from all tokens of a step": (
+            pieces.correction.needs_step_values
+        ),
+        "replay.buffers add to a step": bool(config.replay.buffers),
+    }
+    for reason, applies in needs_all.items():
+        if applies:
+            raise ConfigError(
+                "train.stream_groups", got=parts, expected=f"null where {reason}", fix="leave one of them out"
+            )
+
+
 def uses_divide_the_batch(config: Config) -> None:
     P, u, uses = config.train.groups_per_step, config.train.updates_per_batch, config.replay.max_uses
     if P % uses or P // uses < u:
@@ -801,6 +840,7 @@ RL_RULES: tuple[Rule, ...] = (
     buffers_are_complete,
     tasks_are_not_experiences,
     batches_divide,
+    a_batch_can_come_in_parts,
     uses_divide_the_batch,
     uses_fit_the_bound,
     a_priority_has_something_to_choose_from,

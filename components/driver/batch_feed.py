@@ -1,13 +1,17 @@
-"""Batches from the replay buffer, each asked for while the one before is trained on."""
+"""Batches from the replay buffer, each asked for while the one before is trained on, or piece by piece."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from ..config import Config
 from ..replay.actor import BatchRefs
 from ..runtime.launch import Parts
 from ..runtime.supervisor import as_coroutine
+
+T = TypeVar("T")
 
 
 class BatchFeed:
@@ -19,12 +23,15 @@ class BatchFeed:
         self._timeout_s = config.cluster.step_timeout_s
 
     def ask(self) -> asyncio.Future[BatchRefs | None]:
-        upcoming = asyncio.ensure_future(as_coroutine(self._buffer.take_batch.remote(self._timeout_s)))
-        # Whoever awaits it gets its exception; when the run is ending, nobody does.
-        upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
-        return upcoming
+        return _asked(self._buffer.take_batch.remote(self._timeout_s))
 
-    async def complete(self, upcoming: asyncio.Future[BatchRefs | None]) -> BatchRefs | None:
+    async def part(self, *, at_least: int) -> list[Any] | None:
+        """Each rank's share of what has come of the next batch since the last call, of `at_least` groups or more; None
+        once `ask` is answered with the rest.
+        """
+        return await self.complete(_asked(self._buffer.take_part.remote(at_least, self._timeout_s)))
+
+    async def complete(self, upcoming: asyncio.Future[T]) -> T:
         """Waits as long as the buffer's groups make progress: the buffer itself ends a standstill, and names the cause.
 
         A buffer that does not respond at all is detected here.
@@ -35,3 +42,10 @@ class BatchFeed:
             if not upcoming.done():
                 await self._wait_for(self._buffer.ping.remote(), what="replay", timeout_s=half_s)
         return await self._wait_for(upcoming, what="replay", timeout_s=self._timeout_s)
+
+
+def _asked(call: Awaitable[T]) -> asyncio.Future[T]:
+    upcoming = asyncio.ensure_future(as_coroutine(call))
+    # Whoever awaits it gets its exception; when the run is ending, nobody does.
+    upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
+    return upcoming

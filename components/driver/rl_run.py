@@ -86,11 +86,15 @@ class RLRun:
 
     async def batches(self) -> AsyncIterator[BatchRefs]:
         """Batches in admission order, until `total_steps` or the end of the tasks. The next one is collected while one
-        is trained on.
+        is trained on. With `train.stream_groups` a batch's shares hold what was not trained before all of it was there.
         """
-        upcoming = self._feed.ask()
+        streams = self.config.train.stream_groups is not None
+        upcoming = None if streams else self._feed.ask()
         self._clock = StepClock()
         while self.version < self.total_steps:
+            if upcoming is None:
+                await self._train_ahead()
+                upcoming = self._feed.ask()
             if not upcoming.done():  # else the trainer goes on where it is
                 with self._clock.waiting("turns"):
                     await self.turns.engines()
@@ -100,11 +104,23 @@ class RLRun:
                 return
             with self._clock.waiting("turns"):
                 await self.turns.trainer()
-            upcoming = self._feed.ask()
+            upcoming = None if streams else self._feed.ask()
             self._batch, self._metrics, self._update = batch, {}, 0
             yield batch
             replay = await self._wait(self._parts.buffer.trained.remote(batch.group_ids), "replay")
             await self._report.put(StepReport(self.version, replay))
+
+    async def _train_ahead(self) -> None:
+        """Add the gradients of the next batch's groups as they come, a part at a time, until the rest is there."""
+        at_least = self.config.train.stream_groups
+        assert at_least is not None
+        while True:
+            with self._clock.waiting("wait_for_batch"):
+                shares = await self._feed.part(at_least=at_least)
+            if shares is None:
+                return
+            calls = [t.train_part.remote(share) for t, share in zip(self._parts.trainers, shares, strict=True)]
+            await self._wait(together(calls), "trainer")
 
     async def score(self, batch: BatchRefs) -> None:
         """What is computed once for a batch, under the weights at its start: audits, and what its steps compare with.

@@ -30,6 +30,7 @@ from ..tasks.taskset import build_taskset
 from ..tasks.truncate import truncated
 from ..types import Admission, Evaluated, Task, Trajectory
 from .admission import AdmissionRule
+from .ahead import Ahead
 from .operator_pool import OperatorPool
 from .operators import Pipeline
 from .position import Position
@@ -118,6 +119,7 @@ class ReplayBufferActor(Watched):
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
         self._assembling = asyncio.Lock()
+        self._ahead = Ahead()
         self._stream = TaskStream(
             self._taskset,
             num_tokens=self._num_tokens,
@@ -317,6 +319,23 @@ class ReplayBufferActor(Watched):
         await self._buffer.retire(collector)
 
     @as_text
+    async def take_part(self, at_least: int, timeout_s: float) -> list[Any] | None:
+        """Each rank's share of the next batch's groups that have come since the last call, `at_least` of them or more;
+        None once the batch is complete, and `take_batch` holds the rest. See `ReplayBuffer.groups_ahead`.
+        """
+        groups = await self._buffer.groups_ahead(self._ahead.group_ids, at_least=at_least, timeout_s=timeout_s)
+        if not groups:
+            return None
+        ahead, index, of = self._ahead, self._buffer.num_trained_batches, self._config.train.groups_per_step
+        ahead.group_ids.update(group.group_id for group in groups)
+
+        def assembled() -> list[Any]:
+            return [ray.put(share) for share in self._assembler.part(index, groups, ahead, of=of)]
+
+        async with self._assembling:
+            return await asyncio.to_thread(assembled)
+
+    @as_text
     async def take_batch(self, timeout_s: float) -> BatchRefs | None:
         asked_at = spans.now()
         served = await self._buffer.take_batch(timeout_s=timeout_s)
@@ -333,7 +352,8 @@ class ReplayBufferActor(Watched):
     def _assembled(self, served: ServedBatch) -> BatchRefs:
         if self._kept is not None:
             self._kept.add(served.groups)
-        batch = self._assembler(served.index, served.groups, served.reused)
+        ahead, self._ahead = self._ahead, Ahead()
+        batch = self._assembler(served.index, served.groups, served.reused, ahead)
         suspicion, suspects = self._suspects.inspect() if self._suspects is not None else ({}, [])
         return BatchRefs(
             index=batch.index,

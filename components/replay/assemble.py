@@ -17,6 +17,7 @@ from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, st
 from ..shared_rows import num_rows
 from ..train_batch import TrainBatch, batch_samples
 from ..types import Trajectory
+from .ahead import Ahead
 
 
 @dataclass(frozen=True)
@@ -118,18 +119,27 @@ class Assembler:
     buffers: Sequence[BufferFeed] = ()
     count_turns: bool = False
 
-    def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Batch:
-        """The batch of these groups and of reused ones; metrics and rollouts cover only the new ones."""
+    def __call__(
+        self, index: int, groups: Sequence[Group], reused: Sequence[Group] = (), ahead: Ahead | None = None
+    ) -> Batch:
+        """The batch of these groups and of reused ones; metrics and rollouts cover only the new ones.
+
+        `ahead`: what was trained of it already. Its steps are then without these groups, and `rollouts` with theirs.
+        """
+        ahead = Ahead() if ahead is None else ahead
         every = [*groups, *reused]
         parts = list(self._advantages(every))
         steps, rollouts = [], []
         for i in range(self.updates_per_batch):
-            own, num_new = every[i :: self.updates_per_batch], len(groups[i :: self.updates_per_batch])
-            of_own = parts[i :: self.updates_per_batch]
-            chosen = _readable(own[:num_new], self.rollouts_per_step, whole=index)
+            of_step = list(zip(every, parts, strict=True))[i :: self.updates_per_batch]
+            num_new = len(groups[i :: self.updates_per_batch])
+            left = [n for n, (group, _) in enumerate(of_step) if group.group_id not in ahead.group_ids]
+            own, of_own = [of_step[n][0] for n in left], [of_step[n][1] for n in left]
+            new = own[: sum(n < num_new for n in left)]
+            chosen = _readable(new, self.rollouts_per_step - len(ahead.rollouts), whole=index)
             drawn = [buffer.draw(index * self.updates_per_batch + i) for buffer in self.buffers]
-            steps.append(self._step(own, of_own, chosen, drawn))
-            rollouts.append([_row(own[n], t, of_own[n].readable[t]) for n, t in chosen])
+            steps.append(self._step(own, of_own, chosen, drawn, first_row=len(ahead.rollouts)))
+            rollouts.append([*ahead.rollouts, *_rows(own, of_own, chosen)])
         own = parts[: len(groups)]
         return Batch(
             index=index,
@@ -140,6 +150,18 @@ class Assembler:
             | {name: value for buffer in self.buffers for name, value in buffer.metrics().items()},
             rollouts=rollouts,
         )
+
+    def part(self, index: int, groups: Sequence[Group], ahead: Ahead, *, of: int) -> list[TrainBatch]:
+        """Each rank's share of these groups, the last ones of `ahead`, where their readable rows are added.
+
+        `of`: how many groups batch `index` holds. Shares count only their own sequences and tokens.
+        """
+        parts = self._advantages(groups)
+        rows = self.rollouts_per_step * len(ahead.group_ids) // of - len(ahead.rollouts)
+        chosen = _readable(groups, rows, whole=index)
+        shares = self._step(groups, parts, chosen, first_row=len(ahead.rollouts))
+        ahead.rollouts += _rows(groups, parts, chosen)
+        return shares
 
     def _advantages(self, groups: Sequence[Group]) -> list[Advantages]:
         shaped = [self.shaping(g) for g in groups]
@@ -164,8 +186,12 @@ class Assembler:
         parts: Sequence[Advantages],
         chosen: Sequence[tuple[int, int]],
         drawn: Sequence[Drawn] = (),
+        *,
+        first_row: int = 0,
     ) -> list[TrainBatch]:
-        """`chosen`: (group, trajectory) of each readable row of this step. `drawn`: what it gets of each buffer."""
+        """`chosen`: (group, trajectory) of each readable row of this step, from `first_row` on. `drawn`: what it gets
+        of each buffer.
+        """
         samples = joined([g.samples for g in groups]) if groups else laid([])
         by_token = torch.cat([p.by_token for p in parts]) if parts else torch.empty(0)
         num_tokens = int(samples["loss_mask"].sum())
@@ -173,7 +199,7 @@ class Assembler:
         if self.count_turns:
             num_sequences = num_turns(samples["loss_mask"], samples["response_lengths"])
         first = starts([len(g.samples["response_lengths"]) for g in groups])
-        row_of = {first[n] + groups[n].mains[t]: row for row, (n, t) in enumerate(chosen)}
+        row_of = {first[n] + groups[n].mains[t]: row for row, (n, t) in enumerate(chosen, start=first_row)}
         if self.skip_zero_advantage and groups:
             # Their gradient is exactly zero; the counts above keep everyone else's weight as it was.
             kept = torch.cat([p.is_not_zero for p in parts]).nonzero().flatten().tolist()
@@ -300,6 +326,10 @@ def _readable(groups: Sequence[Group], limit: int, *, whole: int) -> list[tuple[
     count = min(limit - len(chosen), len(every))
     chosen += [every[k * len(every) // count] for k in range(count)]
     return sorted(chosen)
+
+
+def _rows(groups: Sequence[Group], parts: Sequence[Advantages], chosen: Sequence[tuple[int, int]]) -> list[dict]:
+    return [_row(groups[n], t, parts[n].readable[t]) for n, t in chosen]
 
 
 def _row(group: Group, index: int, advantage: float | list[float]) -> dict:

@@ -18,7 +18,7 @@ import itertools
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,6 +113,14 @@ class _SlotRequest:
     @property
     def source(self) -> str:
         return "" if self.offer is None else self.offer.source
+
+
+@dataclass(frozen=True, eq=False)
+class _BatchWaiter:
+    """Somebody who waits for a batch, or for groups of one."""
+
+    is_due: Callable[[], bool]
+    turn: asyncio.Future[None]
 
 
 class ReplayBuffer(torchrl.data.ReplayBuffer):
@@ -214,7 +222,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._last_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # of these
         self._closed = False
         self._slot_requests: dict[_SlotRequest, None] = {}  # in the order in which they asked
-        self._batch_waiters: deque[asyncio.Future[None]] = deque()
+        self._batch_waiters: deque[_BatchWaiter] = deque()
+        self._works_ahead = False
         self._num_expected: int = num_collectors
         self._anybody = anybody
         self._on_drawn, self._on_returned = drawn, returned
@@ -392,7 +401,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._failure = error
         self._on_failed(error)
         self.stop()
-        for waiter in [*(request.answer for request in self._slot_requests), *self._batch_waiters]:
+        asking = [request.answer for request in self._slot_requests]
+        for waiter in [*asking, *(waiter.turn for waiter in self._batch_waiters)]:
             if not waiter.done():
                 waiter.set_exception(error)
 
@@ -507,16 +517,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
         Raises TimeoutError naming what is missing, and `NoProgressError` if too many groups in a row are lost.
         """
-        self._raise_failure()
-        while not self._batch_is_due():
-            turn = asyncio.get_running_loop().create_future()
-            self._batch_waiters.append(turn)
-            try:
-                await self._until(turn, timeout_s, self._missing)
-            finally:
-                if turn in self._batch_waiters:
-                    self._batch_waiters.remove(turn)
-            self._raise_failure()
+        await self._wait_until(self._batch_is_due, timeout_s)
         if not self._ended() and self._no_progress():
             raise NoProgressError(
                 f"{self._dropped_in_a_row} groups in a row were dropped without being trained on "
@@ -537,6 +538,38 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._last_reasons.clear()
         self._progressed()
         return ServedBatch(index=index, groups=groups, reused=reused)
+
+    async def groups_ahead(self, known: Collection[int], *, at_least: int, timeout_s: float) -> list[Group]:
+        """Wait for `at_least` groups beside those of `known` that the next batch is sure to hold, and read them; no
+        groups once the batch itself is due.
+
+        `known`: what was read of this batch so far. Nothing is taken: `take_batch` hands out the whole batch, these
+        included. Until the next call here or there, the trainer works on them. Raises as `take_batch` does.
+        """
+
+        def are_there() -> bool:
+            return self._batch_is_due() or self._window.num_settled - len(known) >= at_least
+
+        await self._wait_until(are_there, timeout_s)
+        if self._batch_is_due():
+            return []
+        new = [group_id for group_id in self._window.settled() if group_id not in known]
+        self._works_ahead = True
+        return [Group.unpacked(self[self._storage_index[group_id]]) for group_id in new]
+
+    async def _wait_until(self, is_due: Callable[[], bool], timeout_s: float) -> None:
+        """`is_due` is asked again whenever a group came or went."""
+        self._raise_failure()
+        self._works_ahead = False
+        while not is_due():
+            waiter = _BatchWaiter(is_due, asyncio.get_running_loop().create_future())
+            self._batch_waiters.append(waiter)
+            try:
+                await self._until(waiter.turn, timeout_s, self._missing)
+            finally:
+                if waiter in self._batch_waiters:
+                    self._batch_waiters.remove(waiter)
+            self._raise_failure()
 
     async def trained(self, group_ids: Sequence[int]) -> None:
         """The oldest served batch has finished all its steps. (`ReusePool` counts uses after the first.)"""
@@ -757,10 +790,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return self._no_progress() or self._ended() or self._window.is_ready(last=self._tasks_ended)
 
     def _wake_batch_waiter(self) -> None:
-        if self._batch_waiters and self._batch_is_due():
-            turn = self._batch_waiters.popleft()
-            if not turn.done():
-                turn.set_result(None)
+        due = next((waiter for waiter in self._batch_waiters if waiter.is_due()), None)
+        if due is not None:
+            self._batch_waiters.remove(due)
+            if not due.turn.done():
+                due.turn.set_result(None)
 
     def _admit_one(self) -> Admission:
         """A new group. Its id is its draw number, so it is the same in every run resumed from this one; only groups of
@@ -956,7 +990,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             left_s = max(since, self._progress_at) + timeout_s - loop.time()
             if left_s > 0:
                 await asyncio.wait({answer}, timeout=left_s)
-            elif self._served or not self._anybody() or not counts():
+            elif self._served or self._works_ahead or not self._anybody() or not counts():
                 since = loop.time()
             else:
                 raise TimeoutError(f"waited {timeout_s:g} s for {missing()} without progress: {self._who_has_what()}")

@@ -47,6 +47,8 @@ class Window:
     Admitting, finishing or removing a group costs the same, however many are outstanding: queue indices are kept as
     differences, so a removal changes one number. They increase in admission order, so the groups that a batch must
     hold and those that it may hold are both at the front, and both ends only move backwards.
+
+    `num_settled`: the groups that the next batch is sure to hold: finished ones that it must.
     """
 
     def __init__(self, rule: AdmissionRule, *, num_batches: int = 0, num_taken: int = 0) -> None:
@@ -59,7 +61,7 @@ class Window:
         self._optional_index = 0
         self._later: _Outstanding | None = None  # the first that the next batch cannot hold
         self._num_candidates = self._num_finished_candidates = self._num_must_unfinished = 0
-        self.num_finished = 0
+        self.num_finished = self.num_settled = 0
         self.num_batches = num_batches
         self.num_taken = num_taken
 
@@ -101,6 +103,7 @@ class Window:
         self.num_finished += 1
         self._num_finished_candidates += group.candidate
         self._num_must_unfinished -= group.must
+        self.num_settled += group.must
 
     def drop(self, group_id: int) -> None:
         """The group was filtered or has failed permanently."""
@@ -125,6 +128,10 @@ class Window:
     def must_finish(self) -> list[int]:
         """The unfinished groups that the next batch must hold."""
         return [g.group_id for g in self._candidates() if g.must and not g.finished]
+
+    def settled(self) -> list[int]:
+        """See `num_settled`; in admission order."""
+        return [g.group_id for g in self._candidates() if g.must and g.finished]
 
     def choice(self, *, last: bool) -> Choice:
         """What the next batch is chosen from; it must be ready."""
@@ -208,12 +215,14 @@ class Window:
         self._num_candidates -= group.candidate
         self._num_finished_candidates -= group.candidate and group.finished
         self._num_must_unfinished -= group.must and not group.finished
+        self.num_settled -= group.must and group.finished
 
     def _move_ends(self) -> None:
         """Mark the groups that the next batch must hold, and those that it may hold."""
         while (group := self._optional) is not None and self._rule.last_batch(self._optional_index) <= self.num_batches:
             group.must = True
             self._num_must_unfinished += not group.finished
+            self.num_settled += group.finished
             self._optional = group.after
             self._optional_index += group.after.gap if group.after else 0
         reach = self._rule.groups_per_batch + self._rule.reorder_window - 1

@@ -53,6 +53,7 @@ class TrainerActor(Watched):
             os.sched_setaffinity(0, cores)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._step_inputs: deque[dict[str, Any]] = deque()
+        self._logprobs: dict[int, list[float]] = {}  # of the step under way, see `TrainedStep`
 
     async def address(self) -> str:
         """The rendezvous address of the ranks; rank 0 provides it."""
@@ -119,6 +120,19 @@ class TrainerActor(Watched):
         return await self._in_order(lambda: self._trainer.audit(batch, publication.manifest, buckets))
 
     @as_text
+    async def train_part(self, batch: TrainBatch) -> None:
+        """Add the gradient of a part of the next step, which `train_step` ends with the last one."""
+
+        def part() -> None:
+            logprobs = None if batch.recorded is None else _room_for_logprobs(batch, self._trainer)
+            with spans.span("forward_backward", step=self._trainer.policy_version + 1):
+                self._trainer.add_part(batch, logprobs_out=logprobs)
+            if logprobs is not None:
+                self._logprobs |= _as_rows(batch, logprobs)
+
+        await self._in_order(part)
+
+    @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> TrainedStep:
         """forward_backward, optim_step and, if asked, what `publish` does.
 
@@ -142,7 +156,8 @@ class TrainerActor(Watched):
                 with spans.span("copy_aside", version=step):
                     metrics |= self._trainer.begin_publish()
             metrics |= {"step/publish_s": canary_s + time.monotonic() - started}
-            return TrainedStep(metrics, {} if logprobs is None else _as_rows(batch, logprobs))
+            rows, self._logprobs = self._logprobs, {}
+            return TrainedStep(metrics, rows if logprobs is None else rows | _as_rows(batch, logprobs))
 
         stepped = self._in_order(step)
         if publish:

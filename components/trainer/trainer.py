@@ -12,10 +12,10 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
@@ -50,6 +50,38 @@ from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
     from ..types import TrainBatch
+
+
+class Counts(TypedDict):
+    """What losses are divided by: sequences and trained tokens, see `StepCounts`."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+def counts_of(batch: TrainBatch) -> Counts:
+    return {"num_sequences": int(batch.num_sequences), "num_tokens": int(batch.num_tokens)}
+
+
+@dataclass(kw_only=True)
+class _Gradient:
+    """What this rank has added of a step's gradient so far, and what all ranks' parts of it count."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+    divided_by: Counts
+    num_parts: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    tokens_in_passes: int = 0
+    elapsed_s: float = 0.0
+
+    @classmethod
+    def before(cls, first: TrainBatch, objective: Objective, device: torch.device) -> _Gradient:
+        """Before its first part."""
+        sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=device)
+        maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=device)
+        return cls(sums=sums, maxima=maxima, divided_by=counts_of(first))
 
 
 class Trainer:
@@ -147,6 +179,7 @@ class Trainer:
             self._gatherer, transport=self._transport, checksum=weights.checked_with, timeout_s=timeout_s
         )
         self.policy_version = 0
+        self._gradient: _Gradient | None = None  # of the step under way
         self._tokens_of_step: int | None = None
         self._tokens_in_pass = 0  # of the last passes of this rank
         self._offload: Offload | None = None
@@ -169,33 +202,67 @@ class Trainer:
         this rank's response tokens in this pass. Raises `StalenessError` if a token breaks the bound, before any
         computation.
         """
+        self.add_part(batch, proximal_logprobs=proximal_logprobs, logprobs_out=logprobs_out)
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None, "it has a part"
+        objective = self._objective
+        if gradient.num_parts > 1:
+            self._rescale(gradient)
+        sums = self._reduce(gradient.sums, dist.ReduceOp.SUM)
+        maxima = self._reduce(gradient.maxima, dist.ReduceOp.MAX)
+        num_tokens = self._tokens_of_step = gradient.num_tokens
+        metrics = objective.metrics(sums, maxima)
+        self._objective = objective.after_step(metrics)
+        return {
+            **metrics,
+            "step/forward_backward_s": gradient.elapsed_s,
+            "train/tokens_per_s": num_tokens / gradient.elapsed_s,
+            "train/tokens_in_pass": self._reduced_sum(gradient.tokens_in_passes),
+        }
+
+    def add_part(
+        self,
+        batch: TrainBatch,
+        *,
+        proximal_logprobs: torch.Tensor | None = None,
+        logprobs_out: torch.Tensor | None = None,
+    ) -> None:
+        """Add the gradient of a part of the step; `forward_backward` adds the last one (a collective).
+
+        Arguments and errors as there. What an objective compares over a whole step (`needs_step_values`) it sees in one
+        part alone.
+        """
         self._check_versions(batch)
         started = time.monotonic()
         reference_logprobs = self._reference_logprobs(batch)
         objective, proximal_logprobs = self._of_step(batch, proximal_logprobs, reference_logprobs)
-        sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._device)
-        maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
+        gradient = self._gradient = self._gradient or _Gradient.before(batch, objective, self._device)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
         for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs):
-            logprobs, loss = self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)
+            logprobs, loss = self._loss(
+                objective, microbatch, batch, gradient.divided_by, current_is_proximal=current_is_proximal
+            )
             if logprobs_out is not None:
                 logprobs_out[microbatch.batch_positions] = logprobs
             # FSDP averages gradients over ranks; losses are divided by the step's counts, so the parts must add up.
             (self._loss_scale * (loss.total * self._settings.train.num_ranks)).backward()
-            sums += loss.sums
-            maxima = torch.maximum(maxima, loss.maxima)
-        sums = self._reduce(sums, dist.ReduceOp.SUM)
-        maxima = self._reduce(maxima, dist.ReduceOp.MAX)
-        elapsed = time.monotonic() - started
-        num_tokens = self._tokens_of_step = int(batch.num_tokens)
-        metrics = objective.metrics(sums, maxima)
-        self._objective = self._objective.after_step(metrics)
-        return {
-            **metrics,
-            "step/forward_backward_s": elapsed,
-            "train/tokens_per_s": num_tokens / elapsed,
-            "train/tokens_in_pass": self._reduced_tokens_in_pass(),
-        }
+            gradient.sums += loss.sums
+            gradient.maxima = torch.maximum(gradient.maxima, loss.maxima)
+        gradient.num_parts += 1
+        gradient.num_sequences += int(batch.num_sequences)
+        gradient.num_tokens += int(batch.num_tokens)
+        gradient.tokens_in_passes += self._tokens_in_pass
+        gradient.elapsed_s += time.monotonic() - started
+
+    def _rescale(self, gradient: _Gradient) -> None:
+        """To what the whole step counts; its parts were divided by what the first one does."""
+        objective = self._objective
+        whole = objective.divisor(num_sequences=gradient.num_sequences, num_tokens=gradient.num_tokens)
+        factor = objective.divisor(**gradient.divided_by) / whole
+        gradient.sums[: objective.num_divided] *= factor
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor
 
     def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Logprobs [S] of this rank's response tokens under the current weights, on the CPU (a collective)."""
@@ -208,7 +275,7 @@ class Trainer:
         objective, proximal_logprobs = self._of_step(batch, None, reference_logprobs)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
         losses = [
-            self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)[1]
+            self._loss(objective, microbatch, batch, counts_of(batch), current_is_proximal=current_is_proximal)[1]
             for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs)
         ]
         sums = self._reduce(torch.stack([loss.sums for loss in losses]).sum(0), dist.ReduceOp.SUM)
@@ -468,10 +535,19 @@ class Trainer:
 
     def _reduced_tokens_in_pass(self) -> float:
         """Of all ranks' last passes: what went through the model, padding included (a collective)."""
-        return self._reduce(torch.tensor([float(self._tokens_in_pass)]), dist.ReduceOp.SUM).item()
+        return self._reduced_sum(self._tokens_in_pass)
+
+    def _reduced_sum(self, number: float) -> float:
+        return self._reduce(torch.tensor([float(number)]), dist.ReduceOp.SUM).item()
 
     def _loss(
-        self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool = False
+        self,
+        objective: Objective,
+        microbatch: Microbatch,
+        batch: TrainBatch,
+        counts: Counts,
+        *,
+        current_is_proximal: bool = False,
     ) -> tuple[torch.Tensor, Loss]:
         """(logprobs [S] of the microbatch's tokens, detached; their loss)."""
         logprobs, entropy = score_microbatch(self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient)
@@ -482,8 +558,7 @@ class Trainer:
             entropy,
             microbatch,
             policy_version=self.policy_version,
-            num_sequences=int(batch.num_sequences),
-            num_tokens=int(batch.num_tokens),
+            **counts,
             **({"buffer_counts": self._counts_of_buffers(batch)} if objective.num_buffers else {}),
         )
 

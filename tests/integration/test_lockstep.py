@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from leeway.monitor.trace import read_spans
+
 from ..tiers import sample
 from .conftest import DIGITS_LAST, command_line
 
@@ -158,6 +160,19 @@ def test_a_run_killed_half_way_goes_on_with_two_generators_to_the_weights_of_one
     command = begin(start_for_all, from_untrained, 2, 1, *SAVING, *TURNS, name="killed")
     assert weights_of(command, 2, 1, first_step=HALF + 1)[0] == alone[0]
     assert largest_difference(alone[1], untrained) > 0, "nothing was learned: equal hashes say little"
+
+
+def test_a_trainer_that_begins_before_its_batch_is_whole_takes_the_same_steps_but_for_rounding(
+    start: Any, from_untrained: list[str], alone: tuple[str, Path]
+) -> None:
+    command = begin(start, from_untrained, 1, 1, "train.stream_groups=3", name="in-parts")
+    _, folder = weights_of(command, 1, 1)
+    assert largest_difference(alone[1], folder) <= 1e-5
+    processes = {part.name: part.spans for part in read_spans(command.run_dir) if part.stage == "async_rl"}
+    parts = [s for s in processes["trainer-0"] if s.name == "forward_backward"]
+    assert len(parts) > STEPS, "no step came in parts"
+    taken = [g for s in processes["replay"] if s.name == "batch_taken" for g in s.attrs["groups"]]
+    assert len(taken) == len({*taken}) == 16 * STEPS
 
 
 def test_what_was_saved_gives_the_same_answers_as_the_last_version_did_in_the_run(

@@ -11,6 +11,7 @@ import torch
 
 from leeway.algorithms.advantages import GiGPO
 from leeway.algorithms.grpo import GRPO
+from leeway.replay.ahead import Ahead
 from leeway.replay.assemble import Assembler, Batch, split_evenly
 from leeway.samples import laid
 from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory, batch_trajectories
@@ -284,6 +285,40 @@ def test_rollouts_are_a_readable_sample_of_the_batch():
     assert rollouts[0]["policy_versions"] == first.policy_versions
     batch = assemble(groups)
     assert (batch.index, batch.group_ids) == (7, [0, 1, 2])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parts_and_the_rest_are_the_whole_batch(ranks):
+    groups = random_groups(random.Random(4), 8, 4)
+    assembler = Assembler(
+        advantage=GRPO(eps=1e-6), updates_per_batch=1, num_ranks=ranks, skip_zero_advantage=True, rollouts_per_step=16
+    )
+    whole = assembler(7, groups)
+    ahead, shares = Ahead(), []
+    for own in (groups[5:7], groups[:3]):
+        ahead.group_ids.update(g.group_id for g in own)
+        shares += assembler.part(7, own, ahead, of=len(groups))
+    assert len(ahead.rollouts) == 10
+    batch = assembler(7, groups, (), ahead)
+    shares += batch.steps[0]
+    assert sorted(n for share in shares for n in names(share)) == sorted(
+        n for share in whole.steps[0] for n in names(share)
+    )
+    by_name = {row["prompt_tokens"][0]: row for share in whole.steps[0] for row in rows(share)}
+    assert all(row == by_name[row["prompt_tokens"][0]] for share in shares for row in rows(share))
+    for count in ("num_sequences", "num_tokens"):
+        parts = [int(getattr(share, count)) for share in shares[::ranks]]
+        assert sum(parts) == int(getattr(whole.steps[0][0], count)), count
+    assert (batch.group_ids, batch.metrics) == (whole.group_ids, whole.metrics)
+    (rollouts,) = batch.rollouts
+    assert len(rollouts) == 16
+    recorded = {}
+    for share in shares:
+        for row, own in [] if share.recorded is None else share.recorded.tolist():
+            assert row not in recorded
+            recorded[row] = rows(share)[own]["response_tokens"]
+    assert recorded
+    assert all(rollouts[row]["response_tokens"] == tokens for row, tokens in recorded.items())
 
 
 def test_the_same_groups_are_always_cut_the_same_way():

@@ -206,6 +206,47 @@ def test_a_stage_that_is_interrupted_while_it_starts_is_no_failed_one(
     assert closed == ["interrupted"]
 
 
+def test_parts_of_a_batch_are_trained_before_its_step_and_after_the_one_before(tmp_path: Path) -> None:
+    done: list[tuple[str, int]] = []
+
+    class Noted(NoTime):
+        def add_part(self, batch: Any, logprobs_out: torch.Tensor | None = None) -> None:
+            done.append(("part", self.policy_version))
+            if logprobs_out is not None:
+                logprobs_out.fill_(-1.0)
+
+        def forward_backward(self, batch: Any, logprobs_out: torch.Tensor | None = None) -> dict[str, float]:
+            done.append(("step", self.policy_version))
+            return {}
+
+    class InParts(Elsewhere):
+        left = 2
+
+        async def take_part(self, at_least: int, timeout_s: float) -> list[Any] | None:
+            assert at_least == 5
+            self.left -= 1
+            return [SHARE] if self.left >= 0 else None
+
+        async def take_batch(self, timeout_s: float) -> BatchRefs:
+            self.left = 2
+            rest: Any = SimpleNamespace(recorded=None)
+            return BatchRefs(index=0, group_ids=[0], steps=[[rest]], metrics={}, rollouts=[[{"text": "of a part"}]])
+
+    async def main() -> None:
+        elsewhere = InParts()
+        run = run_over(Noted(), elsewhere, total_steps=2, tmp_path=tmp_path)
+        run.config = run.config.model_copy(
+            update={"train": run.config.train.model_copy(update={"stream_groups": 5, "updates_per_batch": 1})}
+        )
+        await train(run)
+        await run.finish()
+        assert done == [("part", 0), ("part", 0), ("step", 0), ("part", 1), ("part", 1), ("step", 1)]
+        rows = [r.rollouts for r in elsewhere.reports if r.batch_metrics is not None]
+        assert rows == [[{"text": "of a part", "trainer_logprobs": [-1.0, -1.0, -1.0]}]] * 2
+
+    asyncio.run(main())
+
+
 def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) -> None:
     class Slow(NoTime):
         """Its third step takes until it is told to end."""

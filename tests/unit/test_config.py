@@ -197,6 +197,7 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("train.steps=null", ["neither train.steps nor train.epochs"]),
         ("train.updates_per_batch=5", ["train.updates_per_batch: got 5", "divisor of train.groups_per_step 64"]),
         ("train.updates_per_batch=8", ["train.steps: got 12", "multiple of train.updates_per_batch 8", "use 16"]),
+        ("train.stream_groups=64", ["train.stream_groups: got 64", "fewer than train.groups_per_step 64", "use 16"]),
         ("rollout.max_model_len=100", ["rollout.max_model_len: got 100", "2048"]),
         ("rollout.engine.seed=1", ["rollout.engine.seed", "use seed"]),
         ("rollout.engine.quantization=fp8", ["rollout.engine.quantization", "leave quantization out"]),
@@ -213,6 +214,22 @@ def test_refusals_name_key_got_expected_fix(minimal: str, override: str, parts: 
     text = refused(minimal, override)
     for part in parts:
         assert part in text, text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["train.updates_per_batch=2"], "train.updates_per_batch is 2"),
+        (["cluster.placement=turns"], "cluster.placement is turns"),
+        (["algorithm.advantage.name=whitened"], "algorithm.advantage is whitened, made from all rewards of a batch"),
+        (["algorithm.correction.name=m2po"], "algorithm.correction is m2po, whose limit"),
+    ],
+)
+def test_what_needs_a_whole_batch_gets_one(minimal: str, overrides: list[str], reason: str) -> None:
+    load_config(minimal, ["train.stream_groups=8"])
+    assert f"train.stream_groups: got 8, expected null where {reason}" in refused(
+        minimal, "train.stream_groups=8", *overrides
+    )
 
 
 def test_what_to_go_on_from_must_be_a_checkpoint(minimal: str, tmp_path: Path) -> None:

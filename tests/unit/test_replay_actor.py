@@ -93,6 +93,35 @@ def test_batches_are_assembled_one_after_the_other_in_their_order(actor, monkeyp
     assert indices == [0, 1]
 
 
+def test_a_batch_comes_in_parts_and_each_group_in_one_of_them(actor) -> None:
+    async def scenario() -> None:
+        buffer = actor("train.groups_per_step=4", "train.stream_groups=1", "staleness.max_policy_lag=1")
+        await buffer.published(0)
+        held = [a.group_id for a in await buffer.admit(8, SOON_S, "generator-0")]
+
+        async def part() -> list[int] | None:
+            shares = await buffer.take_part(1, SOON_S)
+            return None if shares is None else [int(share.num_sequences) for share in shares]
+
+        for first in (0, 4):
+            own = held[first : first + 4]
+            await buffer.put([group(own[2])])
+            assert await part() == [2]
+            await buffer.put([group(own[0]), group(own[1])])
+            assert await part() == [4], "all that has come meanwhile"
+            await buffer.put([group(own[3])])
+            assert await part() is None
+            batch = await buffer.take_batch(SOON_S)
+            assert batch.group_ids == own
+            assert [int(share.num_sequences) for share in batch.steps[0]] == [2]
+            assert batch.metrics["train/sequences"] == 8
+            await buffer.trained(batch.group_ids)
+            if first == 0:
+                await buffer.published(1)
+
+    asyncio.run(scenario())
+
+
 def test_a_delivery_that_was_superseded_says_nothing_about_its_task(actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the adaptive order would follow rollouts that nothing else has heard of."""
     recorded: list[str] = []

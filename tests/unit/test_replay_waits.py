@@ -102,6 +102,62 @@ def test_the_deadline_of_a_batch_begins_when_the_one_before_it_has_been_trained(
     virtually(scenario())
 
 
+def test_groups_are_read_ahead_once_they_are_sure_to_be_in_the_batch_and_the_batch_holds_them_all():
+    async def scenario():
+        buffer = buffer_of(P=4, T=1)
+        await buffer.published(0)
+        await admit(buffer)
+        ahead = await waits(buffer.groups_ahead(set(), at_least=2, timeout_s=DEADLINE_S))
+        await buffer.put([group(6), group(2)])  # the first of them is for the next batch
+        assert not ahead.done()
+        await buffer.put([group(1)])
+        assert [g.group_id for g in await goes_on(ahead)] == [1, 2]
+        assert buffer.stats().groups_ready == 3, "nothing was taken"
+        ahead = await waits(buffer.groups_ahead({1, 2}, at_least=2, timeout_s=DEADLINE_S))
+        await buffer.put([group(0)])
+        assert not ahead.done()
+        await buffer.put([group(3)])
+        assert await goes_on(ahead) == [], "the rest is the batch's"
+        taken = await buffer.take_batch(timeout_s=DEADLINE_S)
+        assert taken is not None
+        assert taken.group_ids == [0, 1, 2, 3]
+
+    virtually(scenario())
+
+
+def test_no_group_is_read_ahead_that_a_better_one_may_overtake():
+    async def scenario():
+        buffer = buffer_of(P=4, W=4, T=2)
+        await buffer.published(0)
+        await admit(buffer)
+        ahead = await waits(buffer.groups_ahead(set(), at_least=1, timeout_s=DEADLINE_S))
+        await buffer.put([group(1), group(2)])  # only group 0 has to be in batch 0
+        assert not ahead.done()
+        await buffer.put([group(0)])
+        assert [g.group_id for g in await goes_on(ahead)] == [0]
+
+    virtually(scenario())
+
+
+def test_while_the_trainer_works_ahead_nobody_s_deadline_runs():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        await buffer.published(0)
+        await admit(buffer)
+        idle = asyncio.create_task(buffer.admit(2, timeout_s=DEADLINE_S, collector="idle"))
+        await buffer.put([group(0)])
+        assert await buffer.groups_ahead(set(), at_least=1, timeout_s=DEADLINE_S)
+        await asyncio.sleep(10 * DEADLINE_S)
+        assert not idle.done()
+        since = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError, match="group 1 and 0 more that must be in batch 0"):
+            await buffer.groups_ahead({0}, at_least=1, timeout_s=DEADLINE_S)
+        assert asyncio.get_running_loop().time() == since + DEADLINE_S
+        idle.cancel()
+
+    virtually(scenario())
+
+
 @pytest.mark.parametrize("progress", ["retried", "fail", "put", "reissue", "published"])
 def test_whatever_moves_begins_the_deadline_again(progress: str):
     async def scenario():

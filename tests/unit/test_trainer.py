@@ -18,7 +18,7 @@ from leeway.config.learning import OptimizerConfig
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer
-from leeway.types import NO_VERSION, Trajectory, batch_trajectories
+from leeway.types import NO_VERSION, TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts, Manifest, WeightSyncError, check_bucket, digest_of, read_bucket
 
 from ..tiers import slow_but_for
@@ -107,6 +107,45 @@ def test_the_gradient_does_not_depend_on_the_number_of_microbatches(make, aggreg
         for name in whole_metrics:
             if not name.endswith(("_s", "_gib")):
                 assert metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
+def test_a_step_in_parts_is_the_step_of_all_of_them(make, aggregation):
+    objective = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation=aggregation)
+    trajectories = random_trajectories(1, 12)
+    rng = random.Random(1)
+    advantages = [rng.uniform(-2, 2) for _ in trajectories]
+
+    def part(own: slice) -> TrainBatch:
+        return batch_trajectories(
+            trajectories[own],
+            advantages[own],
+            num_sequences=len(trajectories[own]),
+            num_tokens=sum(sum(t.loss_mask) for t in trajectories[own]),
+        )
+
+    whole, parted = make(objective=objective), make(objective=objective)
+    expected = whole.forward_backward(part(slice(None)))
+    for _ in range(2):  # nothing of a step is left to the next
+        parted.add_part(part(slice(2)))
+        parted.add_part(part(slice(2, 9)))
+        metrics = parted.forward_backward(part(slice(9, None)))
+        for name, gradient in gradients(whole).items():
+            assert (gradients(parted)[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+        for name in expected:
+            if not name.endswith(("_s", "_gib")) and name != "train/tokens_in_pass":  # prompts are shared in a pass
+                assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
+        parted._optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_a_part_beyond_the_bound_is_refused_before_anything_is_computed(make):
+    trainer = make(max_policy_lag=0)
+    trainer.policy_version = 1
+    with pytest.raises(StalenessError):
+        trainer.add_part(batch_of(random_trajectories(1, 2)))
+    assert not gradients(trainer)
 
 
 @pytest.mark.slow

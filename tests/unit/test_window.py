@@ -60,6 +60,10 @@ class ListWindow:
             return None
         return sorted(g.group_id for g in chosen)
 
+    def settled(self) -> list[int]:
+        must = [g for g in self.groups if self.rule.last_batch(g.queue_index) <= self.num_batches]
+        return [g.group_id for g in must if g.finished]
+
     def take_batch(self, last: bool) -> list[int]:
         ids = self.next_batch(last)
         assert ids is not None
@@ -76,6 +80,7 @@ def test_it_is_what_a_list_of_ranks_says_whatever_happens_to_the_groups():
         P = rng.randint(1, 6)
         rule = rule_of(P, rng.choice((1, 2, P, 2 * P + 1)), rng.choice((1, 2)))
         window, expected, next_id = Window(rule), ListWindow(rule), 0
+        sure: list[int] = []
         for step in range(200):
             last = step > 150  # the tasks have ended
             in_flight = [g.group_id for g in expected.groups if not g.finished]
@@ -92,6 +97,7 @@ def test_it_is_what_a_list_of_ranks_says_whatever_happens_to_the_groups():
                 window.drop(group_id)
                 expected.drop(group_id)
             due = expected.next_batch(last) if expected.groups else None
+            sure_before, batch = sure, expected.num_batches
             if expected.groups:
                 assert window.is_ready(last=last) == (due is not None)
                 assert (window.missing_for_batch(last=last) is None) == (due is not None)
@@ -99,6 +105,11 @@ def test_it_is_what_a_list_of_ranks_says_whatever_happens_to_the_groups():
                 assert window.take_batch(last=last) == expected.take_batch(last) == due
             assert (window.num_outstanding, window.num_taken) == (len(expected.groups), expected.num_taken)
             assert window.num_finished == sum(g.finished for g in expected.groups)
+            assert window.settled() == expected.settled()
+            assert window.num_settled == len(expected.settled())
+            if expected.num_batches > batch:
+                assert set(sure_before) <= set(due or []), "a group that was sure to be in the batch is in it"
+            sure = window.settled()
 
 
 def steps_of(call: Callable[[], None]) -> int:
