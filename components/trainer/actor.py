@@ -95,6 +95,7 @@ class TrainerActor(Watched):
             return make_trainer(settings, **self._place)
 
         self._step_inputs.clear()
+        self._logprobs = {}
         self._settings = settings
         self._place["transport"].close()
         self._place["transport"] = _opened(transport)
