@@ -581,12 +581,12 @@ def a_batch_can_come_in_parts(config: Config) -> None:
     parts = train.stream_groups
     if parts is None:
         return
-    if parts >= train.groups_per_step:
+    if parts >= (new := max(1, train.groups_per_step // config.replay.max_uses)):
         raise ConfigError(
             "train.stream_groups",
             got=parts,
-            expected=f"fewer than train.groups_per_step {train.groups_per_step}",
-            fix=f"use {max(1, train.groups_per_step // 4)}, or leave it out",
+            expected=f"fewer than the {new} new groups of a batch",
+            fix=f"use {new // 4}, or leave it out" if new >= 4 else "leave it out",
         )
     pieces = config.algorithm.made()
     needs_all = {

@@ -197,7 +197,10 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("train.steps=null", ["neither train.steps nor train.epochs"]),
         ("train.updates_per_batch=5", ["train.updates_per_batch: got 5", "divisor of train.groups_per_step 64"]),
         ("train.updates_per_batch=8", ["train.steps: got 12", "multiple of train.updates_per_batch 8", "use 16"]),
-        ("train.stream_groups=64", ["train.stream_groups: got 64", "fewer than train.groups_per_step 64", "use 16"]),
+        (
+            "train.stream_groups=64",
+            ["train.stream_groups: got 64", "fewer than the 64 new groups of a batch", "use 16"],
+        ),
         ("rollout.max_model_len=100", ["rollout.max_model_len: got 100", "2048"]),
         ("rollout.engine.seed=1", ["rollout.engine.seed", "use seed"]),
         ("rollout.engine.quantization=fp8", ["rollout.engine.quantization", "leave quantization out"]),
