@@ -26,7 +26,7 @@
 | trl_vllm | the same, vLLM generates in its process (`vllm_mode=colocate`); on a GPU only |
 | torchrl | torchrl's TransformersWrapper and GRPOLoss in a loop, all threads in turn |
 | vllm | vLLM alone generates the answers of a step; nothing is trained |
-| lockstep | ours, lag 0, vLLM; engine and trainer take turns with all cores |
+| lockstep | ours, lag 0, vLLM; engine and trainer have all cores, and wait for each other |
 | lockstep_hf | the same, the engine on transformers |
 | bound1, bound2, bound4 | ours, vLLM, a lag of up to 1, 2, 4; each side has half of the cores |
 | hf | ours, the engine on transformers, a lag of up to 2 |
@@ -36,8 +36,9 @@ In bfloat16 TRL's and torchrl's weights and generation stay in float32, and pass
 compute all in bfloat16 but for attention and the output head, with the optimizer's weights in float32. "Beside TRL" is
 beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
 fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
-sampled every three seconds. On one GPU (`--device cuda`) engine and trainer share it: lockstep in turns, the others at
-the same time (`cluster.placement`). Every result is kept in `OUT/peers.json`. A round takes a minute for each system;
+sampled every three seconds. On one GPU (`--device cuda`) engine and trainer share it (`cluster.placement=together`).
+Lockstep in `turns` on a CPU is set as `leeway tune` would: places for half of the conversations, and a batch in two
+parts (`train.stream_groups`). Every result is kept in `OUT/peers.json`. A round takes a minute for each system;
 learning runs about two.
 
 With `--slices` all systems are started before any is measured, and then have the machine for some seconds each, again
@@ -396,11 +397,15 @@ def overrides(
     if not workload.is_short:
         given += ["staleness.in_flight=recompute"]
     if bound == 0:
-        given += ["param_server.publish_every=1", "cluster.placement=turns"]
+        given += ["param_server.publish_every=1"]
         if device == "cpu":
             given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
+        if device == "cpu" and workload.environment_s:  # one half is generated while environments of the other wait
+            half = workload.groups // 2
+            given += [f"train.stream_groups={half}", f"rollout.engine.max_num_seqs={half * workload.group_size}"]
+    if device == "cuda" or not bound:
+        given += ["cluster.placement=together"]
     if device == "cuda":
-        given += ["cluster.placement=together"] if bound else []
         given += ["train.max_tokens_per_microbatch=null", "cluster.start_timeout_s=300"]
         if "hf" not in system:
             given += [f"rollout.engine.gpu_memory_utilization={gpu_share}", "rollout.engine.enforce_eager=false"]
@@ -486,7 +491,7 @@ class Alive:
         begun, cpu, seen = time.monotonic(), cpu_seconds(self.run.label), [self._written.step()]
         self._signal(signal.SIGCONT)
         while time.monotonic() - begun < seconds or (
-            # the first two may have begun in an earlier turn
+            # the first two may have begun in an earlier turn, and environments waited in others' time
             seen[-1] < seen[0] + 3 and time.monotonic() - begun < 10 * seconds
         ):
             time.sleep(0.05)
@@ -698,8 +703,6 @@ def parse() -> argparse.Namespace:
             parser.error(f"--systems: got {system}, expected one of {known}")
         if alone not in can_run:
             parser.error(f"--systems: got {system}, which needs a GPU; add --device cuda, or leave it out")
-    if args.slices and "turns" in args.workloads:
-        parser.error("--slices: got turns, expected another workload: its environments would wait in others' time")
     if "turns" in args.workloads and any(system == ALONE for system, _ in in_turns(args.systems, args.dtypes)):
         parser.error(f"--systems: got {ALONE} for turns, expected a system with environments; leave one of them out")
     return args

@@ -32,12 +32,14 @@ def tune(
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the trials' runs are kept.")] = Path(
         "runs"
     ),
+    keep_lag: Annotated[bool, typer.Option("--keep-lag", help="Leave the lag bound as it is, as in lockstep.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Find the fastest settings for this machine by short runs; prints them as overrides, with the gain.
 
     What is tried: lag bound and reorder window by simulation, cores or GPUs for each side, sequences at a time, size of
-    the trainer's passes. Each trial takes a run's start and its steps. The lag bound is never made smaller.
+    the trainer's passes. Each trial takes a run's start and its steps. The lag bound is never made smaller, and with
+    --keep-lag no larger either.
 
     Example: leeway tune quickstart --steps 20
     """
@@ -62,7 +64,7 @@ def tune(
     def trial(name: str, own: Sequence[str]) -> Path:
         return run(RECIPE, name, [*given, *own])
 
-    found = tuning.search(stages[-1].config, trial, most=trials, say=say)
+    found = tuning.search(stages[-1].config, trial, most=trials, say=say, keep_lag=keep_lag)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.in_words())
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import Config, ConfigError
 from ..config.errors import words
+from ..config.rules import a_batch_can_come_in_parts
 from ..monitor import read_metrics
 from .calibration import calibrate, open_run
 from .model import Calibration, Settings
@@ -25,16 +26,27 @@ from .search import fitting, splits_of, variants
 WORTH_IT = 0.05
 """A change must save this share of a step, or it is noise."""
 LARGER_LAGS = (1, 2, 4)
+_WAITING = 0.15
+"""In lockstep, the share of a batch's time in environments from which its halves are worth a trial."""
+NOTES = {
+    "staleness.max_policy_lag": "A larger lag bound is more off-policy: compare what is learned with "
+    "`leeway run frontier`.",
+    "train.stream_groups": "With train.stream_groups a seed does not decide the weights to the last bit.",
+}
 _EVENTS = 20_000
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`overrides`: dotted keys. `expected_s`: seconds a step; None: only a trial can tell. `why`: in a few words."""
+    """`overrides`: dotted keys. `expected_s`: seconds a step; None: only a trial can tell. `why`: in a few words.
+
+    `in_lockstep`: it is of no use once a larger lag bound was found faster.
+    """
 
     overrides: Mapping[str, Any]
     why: str
     expected_s: float | None = None
+    in_lockstep: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,22 +65,26 @@ def step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return statistics.median(settled) if len(settled) >= 3 else None
 
 
-def candidates(config: Config, calibration: Calibration, *, num_cores: int | None = None) -> list[Candidate]:
+def candidates(
+    config: Config, calibration: Calibration, *, num_cores: int | None = None, keep_lag: bool = False
+) -> list[Candidate]:
     """What is worth a trial, the most promising axis first; each is tried on top of the best so far."""
     cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
     return [
-        *_schedules(calibration),
+        *_schedules(calibration, keep_lag=keep_lag),
         *(_core_splits(config, calibration, cores) if config.cluster.device == "cpu" else _splits(calibration)),
         *_places(config, calibration.settings),
+        *_halves(config, calibration, cores),
         *_passes(config, calibration),
     ]
 
 
-def _schedules(c: Calibration) -> list[Candidate]:
+def _schedules(c: Calibration, *, keep_lag: bool) -> list[Candidate]:
     """The lag bound and reorder window that the planner finds fastest, where that is not what is set."""
     own = c.settings
     now_s = predict(c, own, events=_EVENTS).step_s
-    lags = sorted({own.max_policy_lag, *(lag for lag in LARGER_LAGS if lag >= own.max_policy_lag)})
+    larger = [] if keep_lag else [lag for lag in LARGER_LAGS if lag >= own.max_policy_lag]
+    lags = sorted({own.max_policy_lag, *larger})
     windows = sorted({1, own.reorder_window, max(1, own.groups_per_step // 4), own.groups_per_step})
     tried = variants(own, lags=lags, windows=windows, splits=[(own.generators, own.trainers)])
     found = [p for s in tried if (p := predict(c, s, events=_EVENTS)).step_s <= now_s * (1 - WORTH_IT)]
@@ -85,7 +101,7 @@ def _schedules(c: Calibration) -> list[Candidate]:
 
 
 def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
-    """Cores for engines and trainer: in turns with all of them, or each with its own."""
+    """Cores for engines and trainer: all of them for both sides, or each with its own."""
     found = []
     s, cluster = c.settings, config.cluster
     engine_s = s.groups_per_step / s.updates_per_batch * group_work_s(c, s) / s.generators
@@ -93,18 +109,44 @@ def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
     has = min(cluster.cpus_per_generator * s.generators + cluster.cpus_per_trainer * s.trainers, cores)
     if cores > 1 and s.generators == s.trainers == 1:
         if cluster.placement == "separate":
-            expected = (engine_s + train_s) * has / 2 / cores + c.pause_s + c.overhead_s
-            overrides = {"cluster.placement": "turns", "cluster.cpus_per_generator": cores}
-            found.append(
-                Candidate(
-                    overrides | {"cluster.cpus_per_trainer": cores}, "all cores for each side, in turns", expected
-                )
-            )
+            share, computing_s = has / 2 / cores, engine_s + train_s
+            expected = computing_s * share + c.pause_s + c.overhead_s
+            if s.max_policy_lag == 0:  # one waits for the other anyway, and both for environments
+                expected = predict(c, s, events=_EVENTS).step_s - computing_s * (1 - share)
+                why = "all cores for each side, which wait for each other"
+                found.append(Candidate(_shared("together", cores), why, expected, in_lockstep=True))
+            found.append(Candidate(_shared("turns", cores), "all cores for each side, in turns", expected))
         for trainer in sorted({1, cores // 2, cores - 1}):
             own = {"cluster.cpus_per_generator": cores - trainer, "cluster.cpus_per_trainer": trainer}
             if (cores - trainer, trainer) != (cluster.cpus_per_generator, cluster.cpus_per_trainer):
                 found.append(Candidate(own, f"{cores - trainer} cores for the engine, {trainer} for the trainer"))
     return found
+
+
+def _shared(placement: str, cores: int) -> dict[str, Any]:
+    return {"cluster.placement": placement, "cluster.cpus_per_generator": cores, "cluster.cpus_per_trainer": cores}
+
+
+def _halves(config: Config, c: Calibration, cores: int) -> list[Candidate]:
+    """In lockstep, half of a batch is generated while the environments of the other half take their time, and the
+    first half is trained on while the second one's do.
+    """
+    s, waits_s = c.settings, c.environment_s.mean if c.environment_s else 0.0
+    batch_s = s.groups_per_step / s.updates_per_batch * group_work_s(c, s) / s.generators
+    groups = s.groups_per_step // 2
+    if s.max_policy_lag or groups < 2 or waits_s < _WAITING * (waits_s + batch_s):
+        return []
+    places = -(-groups // s.generators) * s.group_size
+    overrides: dict[str, Any] = {"rollout.engine.max_num_seqs": places, "train.stream_groups": groups}
+    if config.cluster.device == "cpu" and cores > 1 and s.generators == s.trainers == 1:
+        overrides |= _shared("together", cores)
+    why = "one half is generated while the environments of the other take their time"
+    halves = config.model_copy(update={"train": config.train.model_copy(update={"stream_groups": groups})})
+    try:
+        a_batch_can_come_in_parts(halves)
+    except ConfigError:
+        return []
+    return [Candidate(overrides, why, in_lockstep=True)]
 
 
 def _splits(c: Calibration) -> list[Candidate]:
@@ -198,12 +240,7 @@ class Found:
             )
         twice = " (each measured twice)" if len(self.again) == 2 else ""
         gain = f"{before_s:.3g} s -> {after_s:.3g} s a step, {after_s / before_s - 1:+.0%}{twice}"
-        lag = "staleness.max_policy_lag" in self.best.candidate.overrides
-        note = (
-            "\nA larger lag bound is more off-policy: compare what is learned with `leeway run frontier`."
-            if lag
-            else ""
-        )
+        note = "".join(f"\n{NOTES[key]}" for key in self.best.candidate.overrides if key in NOTES)
         return f"{gain}:\n  {' '.join(as_arguments(self.best.candidate.overrides))}{note}"
 
 
@@ -221,6 +258,7 @@ def search(
     *,
     most: int,
     say: Callable[[str], None],
+    keep_lag: bool = False,
     measured: Callable[[Path], float | None] = _measured,
     calibrated: Callable[[Path], Calibration] = _calibrated,
 ) -> Found:
@@ -247,9 +285,11 @@ def search(
     if base.step_s is None or folder is None:
         raise ConfigError("CONFIG", got=words(base.failure), expected="a run that trains", fix="run it first")
     best = base
-    for candidate in candidates(config, calibrated(folder)):
+    for candidate in candidates(config, calibrated(folder), keep_lag=keep_lag):
         if len(done) == most:
             break
+        if candidate.in_lockstep and best.candidate.overrides.get("staleness.max_policy_lag"):
+            continue
         tried, _ = trial(replace(candidate, overrides={**best.candidate.overrides, **candidate.overrides}))
         if is_better(tried.step_s, best.step_s or base.step_s):
             best = tried

@@ -124,8 +124,11 @@ def test_every_workload_is_one_that_our_side_takes(
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
         system, 2
     )
-    apart = "separate" if device == "cpu" else "together"  # there is one GPU
-    assert config.cluster.placement == ("turns" if system.startswith("lockstep") else apart)
+    shares = device == "cuda" or system.startswith("lockstep")  # there is one GPU
+    assert config.cluster.placement == ("together" if shares else "separate")
+    in_parts = system.startswith("lockstep") and name == "turns"
+    assert config.train.stream_groups == (8 if in_parts else None)
+    assert (config.rollout.engine_options.places == 64) is in_parts
     assert config.cluster.device == device
     length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     assert name not in ("chat", "thousand") or length <= config.rollout.max_model_len

@@ -33,7 +33,9 @@ def config_of(*overrides: str) -> Config:
     return load_config("quickstart", overrides)
 
 
-def calibration(config: Config, *, token_s: float = 1e-4, train_token_s: float = 5e-4) -> Calibration:
+def calibration(
+    config: Config, *, token_s: float = 1e-4, train_token_s: float = 5e-4, environment_s: float | None = None
+) -> Calibration:
     """One engine and one trainer that need about as long for a batch as each other."""
     return Calibration(
         settings=Settings.of(config),
@@ -43,7 +45,7 @@ def calibration(config: Config, *, token_s: float = 1e-4, train_token_s: float =
         pass_s=0.01,
         token_s=token_s,
         latency_s=0.0,
-        environment_s=None,
+        environment_s=None if environment_s is None else from_samples([environment_s]),
         max_sequences=256,
         prefill_budget=2048,
         kept_frac=1.0,
@@ -79,7 +81,9 @@ class Machine:
         return folder
 
 
-def tuned(machine: Machine, config: Config, *, most: int = 20) -> tuple[Any, list[str]]:
+def tuned(
+    machine: Machine, config: Config, *, most: int = 20, environment_s: float | None = None
+) -> tuple[Any, list[str]]:
     said: list[str] = []
     found = search(
         config,
@@ -87,7 +91,7 @@ def tuned(machine: Machine, config: Config, *, most: int = 20) -> tuple[Any, lis
         most=most,
         say=said.append,
         measured=machine.took.__getitem__,
-        calibrated=lambda folder: calibration(config),
+        calibrated=lambda folder: calibration(config, environment_s=environment_s),
     )
     return found, said
 
@@ -164,6 +168,63 @@ def test_candidates_are_settings_that_the_config_takes() -> None:
                 for part in key.split("."):
                     own = own[part] if isinstance(own, dict) else getattr(own, part)
                 assert own == value, key
+
+
+def halves_of(*overrides: str, environment_s: float | None = 1.0, cores: int = 2) -> list[Candidate]:
+    config = config_of(*LOCKSTEP, *overrides)
+    found = candidates(config, calibration(config, environment_s=environment_s), num_cores=cores)
+    return [candidate for candidate in found if "train.stream_groups" in candidate.overrides]
+
+
+def test_in_lockstep_one_half_is_generated_while_environments_take_their_time_for_the_other() -> None:
+    [halves] = halves_of()
+    together = {"cluster.placement": "together", "cluster.cpus_per_generator": 2, "cluster.cpus_per_trainer": 2}
+    assert halves.overrides == {"rollout.engine.max_num_seqs": 4 * 8, "train.stream_groups": 4, **together}
+    config_of(*LOCKSTEP, *(f"{key}={value}" for key, value in halves.overrides.items()))
+    [apart] = halves_of(cores=1)
+    assert apart.overrides == {"rollout.engine.max_num_seqs": 4 * 8, "train.stream_groups": 4}
+    assert halves_of(environment_s=None) == []
+    assert halves_of(environment_s=1e-6) == [], "less than a batch takes by far"
+    assert halves_of("staleness.max_policy_lag=2") == [], "others are generated meanwhile"
+    assert halves_of("algorithm.advantage.name=whitened") == [], "refused by the config"
+
+
+def test_more_cores_do_not_shorten_what_environments_take() -> None:
+    config = config_of(*LOCKSTEP)
+    expected = []
+    for seconds in (None, 2.0):
+        own = calibration(config, environment_s=seconds)
+        found = candidates(config, own, num_cores=2)
+        expected += [c.expected_s for c in found if c.overrides.get("cluster.placement") in ("together", "turns")]
+    at_once, waiting = expected[:2], expected[2:]
+    assert len(waiting) == 3, "and one in halves"
+    assert [after - before for before, after in zip(at_once, waiting, strict=False)] == pytest.approx([2, 2], rel=0.1)
+
+
+def test_what_is_for_lockstep_alone_is_not_tried_with_a_larger_bound() -> None:
+    slower, _ = tuned(Machine({}), config_of(*LOCKSTEP), environment_s=1.0)
+    assert any("train.stream_groups" in trial.candidate.overrides for trial in slower.trials)
+    machine = Machine({"max_policy_lag": 0.7})
+    larger, _ = tuned(machine, config_of(*LOCKSTEP), environment_s=1.0)
+    assert "staleness.max_policy_lag" in larger.best.candidate.overrides
+    asked = [override for overrides in machine.asked for override in overrides]
+    assert not any("stream_groups" in override or "=together" in override for override in asked)
+
+
+def test_a_lag_bound_that_is_to_stay_stays() -> None:
+    config = config_of(*LOCKSTEP)
+    own = calibration(config)
+    assert any("staleness.max_policy_lag" in c.overrides for c in candidates(config, own, num_cores=2))
+    kept = candidates(config, own, num_cores=2, keep_lag=True)
+    assert kept
+    assert not any("staleness.max_policy_lag" in c.overrides for c in kept)
+
+
+def test_it_is_said_what_faster_settings_give_up() -> None:
+    found, _ = tuned(Machine({"stream_groups": 0.8}), config_of(*LOCKSTEP), environment_s=1.0)
+    assert "does not decide the weights to the last bit" in found.in_words()
+    found, _ = tuned(Machine({"max_num_seqs": 0.8}), config_of(*LOCKSTEP))
+    assert "\n" not in found.in_words().partition("\n  ")[2]
 
 
 def test_only_settled_steps_count() -> None:
