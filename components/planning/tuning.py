@@ -26,6 +26,10 @@ from .search import fitting, splits_of, variants
 WORTH_IT = 0.05
 """A change must save this share of a step, or it is noise."""
 LARGER_LAGS = (1, 2, 4)
+MOST_ENGINES = 4
+"""That share the cores in lockstep: each has a copy of the weights, and a start."""
+ENGINES, ENGINE_CORES = "rollout.num_generators", "cluster.cpus_per_generator"
+PLACES = "rollout.engine.max_num_seqs"
 _WAITING = 0.15
 """In lockstep, the share of a batch's time in environments from which its halves are worth a trial."""
 NOTES = {
@@ -47,6 +51,17 @@ class Candidate:
     why: str
     expected_s: float | None = None
     in_lockstep: bool = False
+
+    def on_top_of(self, best: Mapping[str, Any], *, engines: int) -> Candidate:
+        """With the overrides found so far. Its own are for so many engines: of more, each needs fewer places, and has
+        the cores that it was found with.
+        """
+        own, now = dict(self.overrides), best.get(ENGINES, engines)
+        if now != engines and ENGINES not in own:
+            own.pop(ENGINE_CORES, None)
+            if PLACES in own:
+                own[PLACES] = -(-own[PLACES] * engines // now)
+        return replace(self, overrides={**best, **own})
 
 
 @dataclass(frozen=True)
@@ -115,16 +130,20 @@ def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
                 expected = predict(c, s, events=_EVENTS).step_s - computing_s * (1 - share)
                 why = "all cores for each side, which wait for each other"
                 found.append(Candidate(_shared("together", cores), why, expected, in_lockstep=True))
+                if (engines := min(cores, MOST_ENGINES, s.groups_per_step)) > 1:
+                    several = _shared("together", cores) | {ENGINES: engines, ENGINE_CORES: cores // engines}
+                    why = "engines with fewer cores each, and all cores for the trainer after them"
+                    found.append(Candidate(several, why, in_lockstep=True))
             found.append(Candidate(_shared("turns", cores), "all cores for each side, in turns", expected))
         for trainer in sorted({1, cores // 2, cores - 1}):
-            own = {"cluster.cpus_per_generator": cores - trainer, "cluster.cpus_per_trainer": trainer}
+            own = {ENGINE_CORES: cores - trainer, "cluster.cpus_per_trainer": trainer}
             if (cores - trainer, trainer) != (cluster.cpus_per_generator, cluster.cpus_per_trainer):
                 found.append(Candidate(own, f"{cores - trainer} cores for the engine, {trainer} for the trainer"))
     return found
 
 
 def _shared(placement: str, cores: int) -> dict[str, Any]:
-    return {"cluster.placement": placement, "cluster.cpus_per_generator": cores, "cluster.cpus_per_trainer": cores}
+    return {"cluster.placement": placement, ENGINE_CORES: cores, "cluster.cpus_per_trainer": cores}
 
 
 def _halves(config: Config, c: Calibration, cores: int) -> list[Candidate]:
@@ -137,7 +156,7 @@ def _halves(config: Config, c: Calibration, cores: int) -> list[Candidate]:
     if s.max_policy_lag or groups < 2 or waits_s < _WAITING * (waits_s + batch_s):
         return []
     places = -(-groups // s.generators) * s.group_size
-    overrides: dict[str, Any] = {"rollout.engine.max_num_seqs": places, "train.stream_groups": groups}
+    overrides: dict[str, Any] = {PLACES: places, "train.stream_groups": groups}
     if config.cluster.device == "cpu" and cores > 1 and s.generators == s.trainers == 1:
         overrides |= _shared("together", cores)
     why = "one half is generated while the environments of the other take their time"
@@ -158,7 +177,7 @@ def _splits(c: Calibration) -> list[Candidate]:
             continue
         fits = fitting(replace(own, generators=generators, trainers=trainers))
         if fits is not None and (step_s := predict(c, fits, events=_EVENTS).step_s) <= now_s * (1 - WORTH_IT):
-            overrides = {"rollout.num_generators": generators, "train.num_ranks": trainers}
+            overrides = {ENGINES: generators, "train.num_ranks": trainers}
             found.append(Candidate(overrides, "engines against ranks, by simulation", step_s))
     return found
 
@@ -169,7 +188,7 @@ def _places(config: Config, s: Settings) -> list[Candidate]:
     places = -(-in_flight // 8) * 8
     own = config.rollout.engine_options.places
     if places < own * 0.75 or (own < places <= 4096):
-        return [Candidate({"rollout.engine.max_num_seqs": places}, "places for all that is in flight")]
+        return [Candidate({PLACES: places}, "places for all that is in flight")]
     return []
 
 
@@ -290,7 +309,7 @@ def search(
             break
         if candidate.in_lockstep and best.candidate.overrides.get("staleness.max_policy_lag"):
             continue
-        tried, _ = trial(replace(candidate, overrides={**best.candidate.overrides, **candidate.overrides}))
+        tried, _ = trial(candidate.on_top_of(best.candidate.overrides, engines=config.rollout.num_generators))
         if is_better(tried.step_s, best.step_s or base.step_s):
             best = tried
     again = [trial(t.candidate)[0].step_s for t in (base, best)] if best is not base else []

@@ -189,16 +189,39 @@ def test_in_lockstep_one_half_is_generated_while_environments_take_their_time_fo
     assert halves_of("algorithm.advantage.name=whitened") == [], "refused by the config"
 
 
+def test_in_lockstep_each_core_can_have_an_engine() -> None:
+    config = config_of(*LOCKSTEP)
+    [two] = [c for c in candidates(config, calibration(config), num_cores=2) if "rollout.num_generators" in c.overrides]
+    together = {"cluster.placement": "together", "cluster.cpus_per_trainer": 2}
+    assert two.overrides == {**together, "rollout.num_generators": 2, "cluster.cpus_per_generator": 1}
+    config_of(*LOCKSTEP, *(f"{key}={value}" for key, value in two.overrides.items()))
+    [four] = [
+        c for c in candidates(config, calibration(config), num_cores=9) if "rollout.num_generators" in c.overrides
+    ]
+    assert (four.overrides["rollout.num_generators"], four.overrides["cluster.cpus_per_generator"]) == (4, 2)
+    with_lag = config_of(*LOCKSTEP, "staleness.max_policy_lag=2")
+    found = candidates(with_lag, calibration(with_lag), num_cores=2)
+    assert not any("rollout.num_generators" in c.overrides for c in found)
+
+
+def test_what_follows_more_engines_is_for_each_of_them() -> None:
+    found, _ = tuned(Machine({"num_generators=2": 0.8, "stream_groups": 0.9}), config_of(*LOCKSTEP), environment_s=1.0)
+    best = found.best.candidate.overrides
+    assert (best["rollout.num_generators"], best["cluster.cpus_per_generator"]) == (2, 1)
+    assert (best["rollout.engine.max_num_seqs"], best["train.stream_groups"]) == (16, 4), "half of 64, in two engines"
+    found, _ = tuned(Machine({"stream_groups": 0.9}), config_of(*LOCKSTEP), environment_s=1.0)
+    best = found.best.candidate.overrides
+    assert (best["rollout.engine.max_num_seqs"], best["cluster.cpus_per_generator"]) == (32, 2)
+
+
 def test_more_cores_do_not_shorten_what_environments_take() -> None:
     config = config_of(*LOCKSTEP)
-    expected = []
+    of: list[list[float]] = []
     for seconds in (None, 2.0):
-        own = calibration(config, environment_s=seconds)
-        found = candidates(config, own, num_cores=2)
-        expected += [c.expected_s for c in found if c.overrides.get("cluster.placement") in ("together", "turns")]
-    at_once, waiting = expected[:2], expected[2:]
-    assert len(waiting) == 3, "and one in halves"
-    assert [after - before for before, after in zip(at_once, waiting, strict=False)] == pytest.approx([2, 2], rel=0.1)
+        found = candidates(config, calibration(config, environment_s=seconds), num_cores=2)
+        expected = [(c.overrides.get("cluster.placement"), c.expected_s) for c in found]
+        of.append([s for placement, s in expected if placement in ("together", "turns") and s is not None])
+    assert [after - before for before, after in zip(*of, strict=True)] == pytest.approx([2, 2], rel=0.1)
 
 
 def test_what_is_for_lockstep_alone_is_not_tried_with_a_larger_bound() -> None:
