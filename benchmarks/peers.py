@@ -37,9 +37,9 @@ compute all in bfloat16 but for attention and the output head, with the optimize
 beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
 fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
 sampled every three seconds. On one GPU (`--device cuda`) engine and trainer share it (`cluster.placement=together`).
-Lockstep in `turns` on a CPU is set as `leeway tune` would: places for half of the conversations, and a batch in two
-parts (`train.stream_groups`). Every result is kept in `OUT/peers.json`. A round takes a minute for each system;
-learning runs about two.
+Lockstep on a CPU is set as `leeway tune --keep-lag` would: in `long` and `even` an engine for each core, in `turns`
+places for half of the conversations, and a batch in two parts (`train.stream_groups`). Every result is kept in
+`OUT/peers.json`. A round takes a minute for each system; learning runs about two.
 
 With `--slices` all systems are started before any is measured, and then have the machine for some seconds each, again
 and again, while the processes of the others are stopped: a machine whose speed drifts drifts for all alike, and a start
@@ -80,6 +80,8 @@ DTYPES = ("float32", "bfloat16")
 OF_A_TYPE = tuple(f":{dtype}" for dtype in DTYPES)
 DEVICES = ("cpu", "cuda")
 DEADLINE_S = 900
+MOST_ENGINES = 4
+"""In lockstep on a CPU."""
 GPU_SHARE = 0.8
 """Of the GPU's memory, for all of vLLM where several runs share it; where one has it, vLLM takes half of that."""
 CACHE_BYTES = 4 * 2**30
@@ -399,10 +401,7 @@ def overrides(
     if bound == 0:
         given += ["param_server.publish_every=1"]
         if device == "cpu":
-            given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
-        if device == "cpu" and workload.environment_s:  # one half is generated while environments of the other wait
-            half = workload.groups // 2
-            given += [f"train.stream_groups={half}", f"rollout.engine.max_num_seqs={half * workload.group_size}"]
+            given += in_lockstep(workload, threads)
     if device == "cuda" or not bound:
         given += ["cluster.placement=together"]
     if device == "cuda":
@@ -414,6 +413,17 @@ def overrides(
         given += ["rollout.engine.name=hf"]
     if system == "hf4":
         given += [f"rollout.max_groups_in_flight={2 * workload.groups}", "rollout.pull_every=3"]
+    return given
+
+
+def in_lockstep(workload: Workload, threads: int) -> list[str]:
+    """As `leeway tune --keep-lag` has it on two cores: see the table of systems."""
+    engines = min(threads, MOST_ENGINES) if workload.max_tokens > 24 else 1
+    given = [f"rollout.num_generators={engines}", f"cluster.cpus_per_generator={threads // engines}"]
+    given += [f"cluster.cpus_per_trainer={threads}"]
+    if workload.environment_s:
+        half = workload.groups // 2
+        given += [f"train.stream_groups={half}", f"rollout.engine.max_num_seqs={half * workload.group_size}"]
     return given
 
 

@@ -126,6 +126,8 @@ def test_every_workload_is_one_that_our_side_takes(
     )
     shares = device == "cuda" or system.startswith("lockstep")  # there is one GPU
     assert config.cluster.placement == ("together" if shares else "separate")
+    a_core_each = system.startswith("lockstep") and name in ("long", "even")
+    assert config.rollout.num_generators == (2 if a_core_each else 1)
     in_parts = system.startswith("lockstep") and name == "turns"
     assert config.train.stream_groups == (8 if in_parts else None)
     assert (config.rollout.engine_options.places == 64) is in_parts
