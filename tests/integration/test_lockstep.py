@@ -163,11 +163,12 @@ def test_a_run_killed_half_way_goes_on_with_two_generators_to_the_weights_of_one
 
 
 def test_a_trainer_that_begins_before_its_batch_is_whole_takes_the_same_steps_but_for_rounding(
-    start: Any, from_untrained: list[str], alone: tuple[str, Path]
+    start: Any, untrained: Path, from_untrained: list[str], alone: tuple[str, Path]
 ) -> None:
     command = begin(start, from_untrained, 1, 1, "train.stream_groups=3", name="in-parts")
     _, folder = weights_of(command, 1, 1)
-    assert largest_difference(alone[1], folder) <= 1e-5
+    # Not each weight by itself: AdamW makes a whole step of a gradient that is nothing but rounding.
+    assert distance(alone[1], folder) <= 2e-3 * distance(alone[1], untrained)
     processes = {part.name: part.spans for part in read_spans(command.run_dir) if part.stage == "async_rl"}
     parts = [s for s in processes["trainer-0"] if s.name == "forward_backward"]
     assert len(parts) > STEPS, "no step came in parts"
@@ -200,6 +201,15 @@ def test_two_ranks_go_on_from_what_one_rank_saved(
     difference = largest_difference(weights_of(command, 1, 2, first_step=HALF + 1)[1], alone[1])
     print(f"two ranks, {STEPS - HALF} steps on from one rank's checkpoint: weights differ by {difference:.1e} at most")
     assert difference <= 1e-5
+
+
+def distance(a: Path, b: Path) -> float:
+    """Euclidean, between the weights of two folders."""
+    from safetensors.torch import load_file
+
+    first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert first.keys() == second.keys()
+    return sum(float((first[name] - second[name]).double().pow(2).sum()) for name in first) ** 0.5
 
 
 def largest_difference(a: Path, b: Path) -> float:
