@@ -37,9 +37,9 @@ compute all in bfloat16 but for attention and the output head, with the optimize
 beside its faster type. Each round has its own seed. Seconds and processor time are those of the steps after the first
 fifth: medians over steps, then over rounds. Memory is the sum of what each process holds (shared pages divided),
 sampled every three seconds. On one GPU (`--device cuda`) engine and trainer share it (`cluster.placement=together`).
-Lockstep on a CPU is set as `leeway tune --keep-lag` would: in `long` and `even` an engine for each core, in `turns`
-places for half of the conversations, and a batch in two parts (`train.stream_groups`). Every result is kept in
-`OUT/peers.json`. A round takes a minute for each system; learning runs about two.
+Lockstep on a CPU has settings that `leeway tune --keep-lag` tries: in `long` and `even` an engine for each core, up to
+four, in `turns` places for half of the conversations, and a batch in two parts (`train.stream_groups`). Every result is
+kept in `OUT/peers.json`. A round takes a minute for each system; learning runs about two.
 
 With `--slices` all systems are started before any is measured, and then have the machine for some seconds each, again
 and again, while the processes of the others are stopped: a machine whose speed drifts drifts for all alike, and a start
@@ -80,8 +80,6 @@ DTYPES = ("float32", "bfloat16")
 OF_A_TYPE = tuple(f":{dtype}" for dtype in DTYPES)
 DEVICES = ("cpu", "cuda")
 DEADLINE_S = 900
-MOST_ENGINES = 4
-"""In lockstep on a CPU."""
 GPU_SHARE = 0.8
 """Of the GPU's memory, for all of vLLM where several runs share it; where one has it, vLLM takes half of that."""
 CACHE_BYTES = 4 * 2**30
@@ -417,7 +415,9 @@ def overrides(
 
 
 def in_lockstep(workload: Workload, threads: int) -> list[str]:
-    """As `leeway tune --keep-lag` has it on two cores: see the table of systems."""
+    """What trials on two cores found fastest; each is one that `leeway tune` makes, too."""
+    from leeway.planning.tuning import MOST_ENGINES
+
     engines = min(threads, MOST_ENGINES) if workload.max_tokens > 24 else 1
     given = [f"rollout.num_generators={engines}", f"cluster.cpus_per_generator={threads // engines}"]
     given += [f"cluster.cpus_per_trainer={threads}"]
