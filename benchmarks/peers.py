@@ -77,6 +77,8 @@ NEEDS_GPU = ("trl_vllm",)
 ALONE = "vllm"  # no peer, but what an engine could do
 SYSTEMS = (*PEERS, "lockstep", "lockstep_hf", "bound1", "bound2", "bound4", "hf", "hf4")
 DTYPES = ("float32", "bfloat16")
+SYSTEM_PROMPT = "Answer with the number only."
+"""Of the real model, which would write sentences without it."""
 OF_A_TYPE = tuple(f":{dtype}" for dtype in DTYPES)
 DEVICES = ("cpu", "cuda")
 DEADLINE_S = 900
@@ -244,7 +246,7 @@ def task_files(workload: Workload, name: str, model: Path, out: Path) -> dict[st
         seen.add((a, sign, b))
     numbers = list(seen)
     draw.shuffle(numbers)
-    system = system_prompt() if workload.model == "given" else None
+    system = SYSTEM_PROMPT if workload.model == "given" else None
     rows = []
     for a, sign, b in numbers:
         question = f"State the final answer to the following arithmetic problem: {a} {sign} {b} ="
@@ -260,12 +262,6 @@ def task_files(workload: Workload, name: str, model: Path, out: Path) -> dict[st
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         files[f"{part}_file"] = file
     return files
-
-
-def system_prompt() -> str | None:
-    from leeway.config import load_config
-
-    return load_config("smollm2_135m", ["model.path=./unused"]).task.system_prompt
 
 
 # ---------------------------------------------------------------------------------------------------- one run
@@ -336,8 +332,7 @@ def prepared(
         config = "smollm2_135m" if workload.model == "given" else "quickstart"
         command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
         command += ["run", "async_rl", "--config", config, *options]
-        stages = () if workload.model == "given" else ("stages", "async_rl")
-        lines = folder.joinpath("peers", label, *stages, "metrics.jsonl")
+        lines = folder / "peers" / label / "stages/async_rl/metrics.jsonl"
         env["OMP_NUM_THREADS"] = "1"
     row = {"workload": name, "system": system, "dtype": dtype, "device": device}
     return Run(row, label, command, env, lines, folder / f"{label}.log", steps, workload.target)
@@ -368,7 +363,13 @@ def overrides(
     bound = {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2, "hf4": 4}[system]
     given = [
         *(f"model.dtype={dtype}", f"model.head_dtype={'null' if dtype == DTYPES[0] else 'float32'}"),
-        *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
+        *(
+            "stages.sft=null",
+            f"model.path={model}",
+            "task.name=jsonl",
+            f"task.path={files['tasks_file']}",
+            "task.holdout_frac=0",
+        ),
         *(
             f"output_dir={folder}",
             "project=peers",
@@ -383,9 +384,9 @@ def overrides(
         *([f"eval.path={files['heldout_file']}"] if every else []),
     ]
     if workload.model == "given":
-        given += ["rollout.temperature=1"]  # torchrl's loss knows no other
+        given += [f"task.system_prompt={SYSTEM_PROMPT}", "task.answer_after=null"]
     else:
-        given += ["stages.sft=null", "model.init=null"]
+        given += ["model.init=null"]
     if workload.max_tokens > 24:
         given += ["staleness.reorder_window=null"]
     if workload.min_tokens:

@@ -318,6 +318,10 @@ TURNS = (
     "staleness.max_policy_lag=0", "param_server.publish_every=1", "staleness.in_flight=recompute",
     "cluster.placement=turns", "cluster.cpus_per_generator=2", "cluster.cpus_per_trainer=2",
 )  # fmt: skip
+SENTENCES = (
+    *("model.path=./smollm2", "stages.sft=null", "rollout.max_response_tokens=24"),
+    "stages.async_rl.train.groups_per_step=16",
+)
 BOUND_4 = ("staleness.max_policy_lag=4", "staleness.in_flight=recompute")
 MEASURED = {  # seconds of a step on two cores, from docs/performance.md and docs/log.md
     "quickstart": (("quickstart",), 0.74),
@@ -325,11 +329,8 @@ MEASURED = {  # seconds of a step on two cores, from docs/performance.md and doc
     "short answers in lockstep": (("quickstart", *SHORT, *TURNS), 1.26),
     "long answers": (("quickstart", *LONG, *BOUND_4), 4.83),
     "long answers in lockstep": (("quickstart", *LONG, *TURNS, "staleness.reorder_window=null"), 7.96),
-    "smollm2_135m": (("smollm2_135m", "model.path=./smollm2"), 8.0),
-    "smollm2_135m in float32": (
-        ("smollm2_135m", "model.path=./smollm2", "model.dtype=float32", "model.head_dtype=null"),
-        18.0,
-    ),
+    "a model of 135 million": (("smollm2_135m", *SENTENCES), 8.0),
+    "the same in float32": (("smollm2_135m", *SENTENCES, "model.dtype=float32", "model.head_dtype=null"), 18.0),
 }
 
 

@@ -41,10 +41,6 @@ def row(system: str, step_s: float, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def test_the_real_models_prompts_are_those_of_its_config(peers: Any) -> None:
-    assert peers.system_prompt() == "Answer with the number only."
-
-
 def test_accuracy_is_read_by_the_name_that_runs_give_it(peers: Any, tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(f'{{"question": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(40)))
@@ -121,6 +117,8 @@ def test_every_workload_is_one_that_our_side_takes(
     assert (config.model.dtype, config.model.head_dtype) == ("bfloat16", "float32")
     assert config.train.groups_per_step == workload.groups
     assert config.optimizer.lr == workload.lr
+    # What the other systems' prompts are made with (`task_files`).
+    assert config.task.system_prompt == (peers.SYSTEM_PROMPT if workload.model == "given" else None)
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
         system, 2
     )
