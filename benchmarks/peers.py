@@ -385,6 +385,8 @@ def overrides(
     ]
     if workload.model == "given":
         given += [f"task.system_prompt={SYSTEM_PROMPT}", "task.answer_after=null"]
+        if "hf" not in system:
+            given += ["rollout.engine={name: vllm, enforce_eager: true, max_num_seqs: 128}"]
     else:
         given += ["model.init=null"]
     if workload.max_tokens > 24:

@@ -319,7 +319,7 @@ TURNS = (
     "cluster.placement=turns", "cluster.cpus_per_generator=2", "cluster.cpus_per_trainer=2",
 )  # fmt: skip
 SENTENCES = (
-    *("model.path=./smollm2", "stages.sft=null", "rollout.max_response_tokens=24"),
+    *("model.path=./smollm2", "stages.sft=null", "rollout.max_response_tokens=24", "rollout.engine.name=vllm"),
     "stages.async_rl.train.groups_per_step=16",
 )
 BOUND_4 = ("staleness.max_policy_lag=4", "staleness.in_flight=recompute")

@@ -36,7 +36,7 @@ def test_the_bundled_config_pays_for_the_last_number_and_warms_up_on_the_working
     tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).tasks
     held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval).tasks
     assert not {task.task_id for task in tasks} & {task.task_id for task in held_out}
-    assert len(tasks) + len(held_out) == 90 * 90 * 2
+    assert len(held_out) == config.eval.num_tasks
     for task in [*tasks[:200], *held_out]:
         working = str(task.info["solution"])
         assert working.endswith(f"={task.answer}")
