@@ -1,7 +1,7 @@
 """Sums and differences of two-digit numbers, each with its working: what a small model can learn step by step.
 
-A model that has seen few of them writes the right answer far more often behind a working than at once: each part is a
-sum of single digits, which a pretrained model knows, and no carry crosses from one part to the next.
+A model that has seen few of them is right far more often behind a working than at once: each part is a sum that a
+pretrained model knows, and its numbers stand beside it, where they need not be found in the question again.
 """
 
 from __future__ import annotations
