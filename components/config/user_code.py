@@ -12,6 +12,8 @@ from .names import user_names
 from .schema import Config
 from .stages import Stage
 
+PACKAGE = __name__.partition(".")[0]
+
 
 def code_that_runs(stages: Sequence[Stage]) -> list[str]:
     """One line for each plug-in, query and sandboxed reward that the settings name. Imports nothing of the user's."""
@@ -21,7 +23,8 @@ def code_that_runs(stages: Sequence[Stage]) -> list[str]:
 
 def _lines(config: Config) -> Iterator[str]:
     for key, name in _named(config.model_dump(exclude={"plugins"})):
-        yield f"{key}: {name} ({_file_of(name)}) runs with your rights"
+        if name.partition(":")[0].partition(".")[0] != PACKAGE:
+            yield f"{key}: {name} ({_file_of(name)}) runs with your rights"
     for folder in config.plugins:
         yield f"plugins: modules of {folder} can be imported by their names, and run with your rights"
     for key, task in _tasks(config):
