@@ -385,6 +385,7 @@ def overrides(
     ]
     if workload.model == "given":
         given += [f"task.system_prompt={SYSTEM_PROMPT}", "task.answer_after=null"]
+        given += ["rollout.temperature=1"]  # torchrl's loss knows no other
         if "hf" not in system:
             given += ["rollout.engine={name: vllm, enforce_eager: true, max_num_seqs: 128}"]
     else:

@@ -96,12 +96,15 @@ def test_validate_says_what_code_will_run_without_importing_it(folder: Path, lee
     done = leeway(
         "validate", "mine.yaml", "--quick", "env.reward=mine_too:pays", "task.mix={}", "eval.tasksets="
         "{rows: {name: sql, path: rows.sqlite, query: select 1},"
-        " lakes: {name: python, path: leeway.envs.frozen_lake:lakes, size: 4}}",
+        " lakes: {name: python, path: leeway.envs.frozen_lake:lakes, size: 4},"
+        " others: {name: python, path: leeway.config.recipe:find_recipe, options: {given: ./mine_too.py}}}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"  env.reward: mine_too:pays ({folder / 'mine_too.py'}) runs with your rights" in done.stdout
     assert "  eval.tasksets.rows.query: a SELECT that reads rows.sqlite: select 1" in done.stdout
-    assert "frozen_lake" not in done.stdout.partition("code that will run")[2].partition("\n\n")[0], "it is our own"
+    listed = done.stdout.partition("code that will run")[2].partition("\n\n")[0]
+    assert "frozen_lake" not in listed, "it is our own, and runs nothing else"
+    assert "eval.tasksets.others.path: leeway.config.recipe:find_recipe" in listed, "it runs a file that it is given"
     assert "  model.path: the chat template of ./model, under limits; no other code" in done.stdout
 
 

@@ -118,6 +118,7 @@ def test_every_workload_is_one_that_our_side_takes(
     assert config.train.groups_per_step == workload.groups
     assert config.optimizer.lr == workload.lr
     assert config.rollout.engine_name == ("hf" if "hf" in system else "vllm")
+    assert (config.rollout.temperature, config.task.answer_after) == (1.0, None)
     # What the other systems' prompts are made with (`task_files`).
     assert config.task.system_prompt == (peers.SYSTEM_PROMPT if workload.model == "given" else None)
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from leeway.config import load_config
+from leeway.config import Config
+from leeway.config.stages import plan_run
 from leeway.envs.answers import last_number
+from leeway.tasks.questions import whole_answer
 from leeway.tasks.taskset import build_taskset
 from leeway.tasks.worked_sums import worked_sums
 from leeway.types import Task
@@ -31,16 +33,24 @@ def test_a_seed_decides_the_order() -> None:
     assert [*worked_sums(seed=3)] == [*worked_sums(seed=3)] != [*worked_sums(seed=4)]
 
 
-def test_the_bundled_config_pays_for_the_last_number_and_warms_up_on_the_working() -> None:
-    config = load_config("smollm2_135m", ["model.path=./unused"])
-    tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).tasks
-    held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval).tasks
-    assert not {task.task_id for task in tasks} & {task.task_id for task in held_out}
-    assert len(held_out) == config.eval.num_tasks
-    for task in [*tasks[:200], *held_out]:
-        working = str(task.info["solution"])
-        assert working.endswith(f"={task.answer}")
-        assert last_number(task, working) == 1.0
-        assert last_number(Task(task_id="", prompt="", answer=task.answer), working.rpartition("=")[0]) == float(
-            re.findall(r"\d+", working)[-2] == task.answer
-        )
+def test_the_bundled_config_warms_up_on_whole_workings_and_pays_for_the_last_number() -> None:
+    sft, rl = plan_run("smollm2_135m", "async_rl", ["model.path=./unused"])
+    assert (sft.name, rl.name) == ("sft", "async_rl")
+    assert rl.config.env.reward == "last_number"
+    (held_out, first), (held_out_of_rl, second) = (tasks_of(stage.config) for stage in (sft, rl))
+    assert [task.task_id for task in held_out] == [task.task_id for task in held_out_of_rl]
+    assert len(held_out) == rl.config.eval.num_tasks
+    asked = {str(task.prompt) for task in held_out}
+    assert not asked & {str(task.prompt) for task in [*first, *second]}
+    for task in [*first[:200], *held_out]:
+        learned = whole_answer(task.answer, task.info)
+        assert learned.count("=") == 3
+        assert last_number(task, learned) == 1.0
+        assert rl.config.rollout.max_response_tokens > len(learned), "a token is a character, and one ends the answer"
+
+
+def tasks_of(config: Config) -> tuple[list[Task], list[Task]]:
+    """(held out, trained on)."""
+    own = (build_taskset(config.task, seed=config.seed, split=s, eval_config=config.eval) for s in ("eval", "train"))
+    held_out, train = (taskset.tasks for taskset in own)
+    return held_out, train
