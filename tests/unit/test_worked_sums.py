@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from leeway.config import Config
 from leeway.config.stages import plan_run
@@ -49,7 +50,7 @@ def test_the_bundled_config_warms_up_on_whole_workings_and_pays_for_the_last_num
         assert rl.config.rollout.max_response_tokens > len(learned), "a token is a character, and one ends the answer"
 
 
-def tasks_of(config: Config) -> tuple[list[Task], list[Task]]:
+def tasks_of(config: Config) -> tuple[Sequence[Task], Sequence[Task]]:
     """(held out, trained on)."""
     own = (build_taskset(config.task, seed=config.seed, split=s, eval_config=config.eval) for s in ("eval", "train"))
     held_out, train = (taskset.tasks for taskset in own)
