@@ -39,6 +39,10 @@ class AdapterSync(WeightSync):
         self._rollouts: Counter[int] = Counter()
         self._rollout_ended = asyncio.Event()
 
+    async def until_loaded(self, policy_version: int) -> None:
+        """Rollouts begin under what was proven: the versions before it are there meanwhile."""
+        await self.until_verified(policy_version)
+
     def stats(self) -> dict[str, float]:
         return {"collector/adapter_versions": float(len(self._loaded))}
 

@@ -388,7 +388,7 @@ class Collector(BaseCollector):
     async def _run_group(self, admission: Admission, clock: RolloutClock) -> Group | None:
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
-            await self._weight_sync.until_verified(admission.min_policy_version)
+            await self._weight_sync.until_loaded(admission.min_policy_version)
         own = self._samplings.of(admission.task)
         greedily = Sampling(group_size=1, temperature=0.0)
         try:
@@ -419,7 +419,7 @@ class Collector(BaseCollector):
                 "version",
                 oldest,
                 f"the engine sampled group {group.group_id} with weights of version {oldest} after version "
-                f"{self._weight_sync.verified_version} was proven; its min_policy_version is "
+                f"{self._weight_sync.loaded_version} was loaded; its min_policy_version is "
                 f"{admission.min_policy_version}",
             )
         if clock.asked_at is not None:

@@ -6,8 +6,9 @@
 
 What fails before the pause never reached the engine: it continues with the weights proven before, and the version is
 fetched again.
-After the pause there are tokens of a version that is not verified yet. Their holders wait in `until_verified`; if
-the proof fails, the engine is quarantined and they are discarded.
+After the pause there are tokens of a version that is not verified yet: of what is in flight, and of groups that begin
+now because they need this version (`generating_under`). Their holders wait in `until_verified`; if the proof fails, the
+engine is quarantined and they are discarded.
 
 An engine whose trainer has the same devices sleeps while that computes (`sleep`, `wake`). It serves nothing then, and
 wakes by a load with all of the above.
@@ -161,6 +162,8 @@ class WeightSync:
         self._at_work_since: float | None = 0.0
         """Since when a published version waits for this engine alone; None: none does. Always, while nobody pulls."""
         self.verified_version = verified_version
+        self.loaded_version = verified_version
+        """What it serves: newer than `verified_version` until that load is proven."""
         self._reports: list[SyncReport] = []
         self._closed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -254,7 +257,7 @@ class WeightSync:
             self._sleeps.set()
             await self._frozen.acquire()  # until `wake`: no load meanwhile
             self._slept_at = max(self._slept_at, self.verified_version)
-            self.verified_version = -1
+            self.verified_version = self.loaded_version = -1
             released = await self._engine.sleep(in_flight=self._in_flight)
             self._sleeping.enter_context(self._asleep())
             return released
@@ -275,9 +278,16 @@ class WeightSync:
         not run while nothing newer is published, while an evaluation holds the weights, or while the engine sleeps:
         each of these ends by a deadline of its own, which names its part. Raises TimeoutError naming both versions.
         """
+        await self._until(lambda: self.verified_version, policy_version)
+
+    async def until_loaded(self, policy_version: int) -> None:
+        """The same until the engine serves such weights: whoever uses their tokens waits for the proof too."""
+        await self._until(lambda: self.loaded_version, policy_version)
+
+    async def _until(self, version: Callable[[], int], policy_version: int) -> None:
         now = asyncio.get_running_loop().time
         asked_at = now()
-        while self.verified_version < policy_version:  # a proof may be taken back before this runs again
+        while version() < policy_version:  # a load may be condemned before this runs again
             since = self._at_work_since
             left_s = self._deadline_s - (0.0 if since is None else now() - max(since, asked_at))
             if left_s <= 0:
@@ -287,7 +297,7 @@ class WeightSync:
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    await self._proof_of(policy_version)
+                    await self._news_of(policy_version)
 
     def one_version(self) -> AbstractAsyncContextManager[int | None]:
         """Around a rollout: the version that all of it is sampled under; None: whichever is served at each token."""
@@ -296,7 +306,7 @@ class WeightSync:
     @asynccontextmanager
     async def generating_under(self, min_policy_version: int) -> AsyncIterator[None]:
         """Around the generation of a group: waits for weights of version `min_policy_version` or newer."""
-        await self.until_verified(min_policy_version)
+        await self.until_loaded(min_policy_version)
         self._num_generating += 1  # in the same turn of the loop in which the wait ended, so that no pull comes between
         try:
             yield
@@ -314,17 +324,17 @@ class WeightSync:
         finally:
             self._at_work_since = None
 
-    async def _proof_of(self, policy_version: int) -> None:
-        """Wait until a version of at least this one was proven, though perhaps it no longer counts."""
-        proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _news_of(self, policy_version: int) -> None:
+        """Wait until a version of at least this one was loaded or proven, though perhaps it no longer counts."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(policy_version, set())
-        waiting.add(proven)
+        waiting.add(news)
         if len(waiting) == 1:
             self._waiting_changed.set()
         try:
-            await proven
+            await news
         finally:
-            waiting.remove(proven)
+            waiting.remove(news)
             if not waiting:
                 del self._waiting[policy_version]
                 self._generating_changed.set()
@@ -332,11 +342,15 @@ class WeightSync:
     def _prove(self, policy_version: int) -> None:
         self.verified_version = policy_version
         logger.info("serves version %d", policy_version)
+        self._tell(policy_version)
+
+    def _tell(self, policy_version: int) -> None:
+        """Those that wait for this version, or an older one, look again."""
         for version, waiting in self._waiting.items():
             if version <= policy_version:
-                for proven in waiting:  # each leaves when it goes on: until then no pull may come between
-                    if not proven.done():
-                        proven.set_result(None)
+                for news in waiting:  # each leaves when it goes on: until then no pull may come between
+                    if not news.done():
+                        news.set_result(None)
 
     async def _next_publication(self) -> Publication | None:
         """The newest that is worth a pause; None when there was none in time, or when less has become enough."""
@@ -457,6 +471,8 @@ class WeightSync:
         paused = functools.partial(self._pausing, manifest.policy_version)
         times = await self._engine.load_weights(staged, in_flight=self._in_flight, paused=paused)
         loaded = time.monotonic()
+        self.loaded_version = manifest.policy_version
+        self._tell(manifest.policy_version)
         # Both to the end: where both fail, the read-back says more.
         differs, gap = await asyncio.gather(self._read_back(staged), self._canary_gap(manifest), return_exceptions=True)
         for failure in (differs, gap):
@@ -518,7 +534,7 @@ class WeightSync:
 
     async def _quarantine(self, error: WeightSyncError) -> None:
         # Nothing that this engine holds was proven: not what it generated under this version, and not what comes next.
-        self.verified_version = -1
+        self.verified_version = self.loaded_version = -1
         self._count_failure(error)
         self.num_quarantines += 1
         logger.error("quarantined, failure %d in a row: %s", self._num_failures, error)

@@ -15,9 +15,13 @@ from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, Positi
 from ..section import Partial
 from .environments import checked_options
 from .errors import ConfigError
-from .model_files import head_size, of_the_text
+from .model_files import head_size, of_the_text, only_attends
 from .names import check_name, cpu_head_sizes, nearest, vllm_arguments
 from .paths import is_folder
+
+LARGE_BLOCK = 144
+"""Tokens in a block of a prefix cache, where nothing else is known: more than vLLM's usual 16 to 128."""
+CPU_BLOCK = 32
 
 
 class EngineOptions(Partial):
@@ -39,6 +43,10 @@ class EngineOptions(Partial):
     def shares_rows(self) -> bool:
         """Whether answers to one prompt are one row of a pass until they differ."""
         return False
+
+    def cache_block(self, model: Mapping[str, Any], *, on_cpu: bool) -> int:
+        """At most so many tokens are a block of its prefix cache; `model`: its config.json, {} if unknown."""
+        return LARGE_BLOCK
 
     def loads_ahead(self, *, on_cpu: bool) -> bool:
         """Whether an engine loads beside generation, into a second copy of the weights."""
@@ -64,6 +72,9 @@ class HfOptions(EngineOptions):
     def shares_rows(self) -> bool:
         return True
 
+    def cache_block(self, model: Mapping[str, Any], *, on_cpu: bool) -> int:
+        return CPU_BLOCK
+
 
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has slots for; a smaller adapter lies in the next larger one."""
@@ -84,6 +95,12 @@ class VllmOptions(EngineOptions):
     @property
     def devices(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def cache_block(self, model: Mapping[str, Any], *, on_cpu: bool) -> int:
+        block = (self.model_extra or {}).get("block_size")
+        if isinstance(block, int):
+            return block
+        return CPU_BLOCK if on_cpu and only_attends(dict(model)) else LARGE_BLOCK
 
     def loads_ahead(self, *, on_cpu: bool) -> bool:
         return on_cpu if self.double_buffer is None else self.double_buffer

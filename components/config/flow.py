@@ -256,9 +256,10 @@ class ParamServerConfig(Section):
         description="share of a step's computation that the trainer may spend on these prompts: where that is not "
         "enough for all of them, fewer are scored, but always one of each kind",
     )
-    canary_tokens: PositiveInt = Field(
-        default=160,
-        description="tokens in each context that checks the prefix cache; must be more than one cache block",
+    canary_tokens: PositiveInt | None = Field(
+        default=None,
+        description="tokens in each context that checks the prefix cache; must be more than one of its blocks; null: "
+        "a block and 16 more (hf: 48; vllm: 48 to 160, by model and device)",
     )
     read_back: bool = Field(
         default=True,

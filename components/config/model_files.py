@@ -37,6 +37,12 @@ def damage(folder: Path) -> str | None:
     return None
 
 
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Values of layer_types."""
+OTHER_LAYERS = ("mamba", "ssm", "state_size", "conv", "linear_", "kv_lora_rank", "hybrid", "block_type", "rwkv", "recurrent")
+"""Parts of keys in a config.json that has layers of another kind, or keeps keys and values in another form."""
+
+
 def head_size(config: dict[str, Any]) -> int | None:
     """The width of an attention head according to config.json; None if it does not say, or has no such heads."""
     config = of_the_text(config)
@@ -46,6 +52,18 @@ def head_size(config: dict[str, Any]) -> int | None:
     if isinstance(size, int):
         return size
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def only_attends(config: dict[str, Any]) -> bool:
+    """Whether config.json says that each layer attends to keys and values of its own, and is nothing else beside."""
+    config = of_the_text(config)
+    kinds = config.get("layer_types")
+    others = any(mark in key for key, value in config.items() for mark in OTHER_LAYERS if value is not None)
+    return (
+        isinstance(config.get("num_attention_heads"), int)
+        and not others
+        and (kinds is None or (isinstance(kinds, list) and set(map(str, kinds)) <= ATTENDING))
+    )
 
 
 def of_the_text(config: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from .hf_sequences import Generation, Request, completions, rows_of
 from .hf_threads import PassThreads
 from .hf_weights import ModelTensors, OpenedHere, load, read_back
 from .released import Released
-from .slices import SLICE_S, ends_within
+from .slices import Slices
 
 T = TypeVar("T")
 CLOSE_S = 10.0
@@ -76,6 +76,8 @@ class HfEngine:
         self._paused = False
         self._cache_is_old = False
         self._released = Released()
+        self._spare: list[np.ndarray] = []
+        self._filled: set[str] = set()  # names of memory that all of a version is in
         self._closing = False
         self._death: EngineLost | None = None
         self.progress = Progress()
@@ -167,8 +169,21 @@ class HfEngine:
         if on_device := [place for place in places if isinstance(place, DevicePlace)]:
             opened = OpenedHere(manifest, on_device, self._decoder.device)
             return StagedWeights(manifest, [], opened.close, opened=opened)
-        new = [] if places else [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
-        return StagedWeights(manifest, new or [mapped(place) for place in places if isinstance(place, Path)])
+        if places:
+            return StagedWeights(manifest, [mapped(place) for place in places if isinstance(place, Path)])
+        # To make new pages takes longer than to copy into them.
+        spare, self._spare = self._spare, []
+        if [bucket.nbytes for bucket in spare] != list(manifest.bucket_bytes):
+            spare = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
+        name = str(next(self._ids))
+        return StagedWeights(manifest, spare, functools.partial(self._leave, spare, name), name)
+
+    def _leave(self, buckets: list[np.ndarray], name: str) -> None:
+        """To the next version; but what was never loaded may still be written by a fetch that was given up."""
+        was_filled = name in self._filled
+        self._filled.discard(name)
+        if was_filled and not self._paused:  # else it sleeps, to make room
+            self._spare = buckets
 
     async def load_weights(
         self,
@@ -209,10 +224,10 @@ class HfEngine:
             return
         if self._adapters is not None:
             return await asyncio.to_thread(self._adapters.read_back, staged)
-        reading, done = read_back(staged, self._tensors), False
+        reading, done = Slices(read_back(staged, self._tensors)), False
         while not done:
             with self.progress.call():
-                done = await self._call(functools.partial(ends_within, SLICE_S, reading))
+                done = await self._call(reading.go_on)
 
     def process_ids(self) -> list[int]:
         return []
@@ -335,6 +350,7 @@ class HfEngine:
         self._conversations = Conversations()
         self._beginnings.clear()
         self._cache_is_old = True
+        self._spare = []
         if self._settings.sleep_level == 2:
             self._released.release(self._decoder.model.parameters())
         if self._decoder.device.type == "cuda":
@@ -344,6 +360,7 @@ class HfEngine:
     def _load_staged(self, staged: StagedWeights, in_flight: str) -> None:
         self._released.reclaim()
         self._decoder.weights_change()
+        self._filled.add(staged.name)
         load(staged, self._tensors)
         self._version = staged.manifest.policy_version
         self._cache_is_old = self._cache_is_old or in_flight != "keep"

@@ -28,7 +28,7 @@ from ..trainer.names import PublishedNames
 from ..trainer.pretrained import skeleton, tensors_of
 from ..trainer.tensors import by_tensor, saved_tensors
 from ..weights import Manifest, TensorEntry, digest_of
-from .slices import SLICE_S, ends_within
+from .slices import Slices
 from .vllm_lora_rows import use_in
 from .vllm_readback import Layout, compare
 from .vllm_slots import Slots
@@ -63,8 +63,8 @@ class EngineAdapters:
                 use_in(wrapper)
         self._base = BaseProof(model, vllm_config, device)
         self._staged: Staged | None = None
-        self._loading: Iterator[None] = iter(())
-        self._reading: Iterator[None] = iter(())
+        self._loading = Slices()
+        self._reading = Slices()
 
     def map_staged(self, folder: Path, *, double_buffer: bool | None) -> None:
         """For `check_some`."""
@@ -74,20 +74,20 @@ class EngineAdapters:
     def check_some(self) -> bool:
         """Check for a moment what lies on this device; whether every byte of it was."""
         assert self._staged is not None, "nothing was staged"
-        return ends_within(SLICE_S, self._staged.checks)
+        return self._staged.checks.go_on()
 
     def map_adapter(self, folder: Path, adapter_id: int) -> None:
         """What the next load takes, and under which id."""
         self._forget()
         self._staged = staged = Staged(folder, self._device)
         tensors = dict(staged.tensors())
-        self._loading = self.slots.load(staged.manifest, tensors, adapter_id)
-        self._reading = self._read_back(staged.manifest, tensors, adapter_id)
+        self._loading = Slices(self.slots.load(staged.manifest, tensors, adapter_id))
+        self._reading = Slices(self._read_back(staged.manifest, tensors, adapter_id))
 
     @torch.no_grad()
     def load_ahead(self) -> bool:
         """Write for a moment into a slot that nothing computes with; whether all is done."""
-        if not ends_within(SLICE_S, self._loading):
+        if not self._loading.go_on():
             return False
         assert self._staged is not None, "nothing was staged"
         self._staged.confirm()
@@ -96,7 +96,7 @@ class EngineAdapters:
     @torch.no_grad()
     def read_back_some(self, *, compare: bool) -> bool:
         """Compare for a moment, if at all; whether all is done."""
-        if compare and not ends_within(SLICE_S, self._reading):
+        if compare and not self._reading.go_on():
             return False
         if self._staged is not None:
             self._staged.confirm()
@@ -107,7 +107,7 @@ class EngineAdapters:
         self.slots.drop(adapter_id)
 
     def _forget(self) -> None:
-        self._loading, self._reading = iter(()), iter(())
+        self._loading, self._reading = Slices(), Slices()
         if self._staged is not None:
             self._staged.close()
             self._staged = None

@@ -11,6 +11,7 @@ import torch
 from ..transports.device_memory import PIECE_BYTES, Opened, device_memory, places_from_json
 from ..transports.shared_memory import bucket_name
 from ..weights import Manifest, read_bucket
+from .slices import Slices
 from .vllm_worker_env import MANIFEST, PLACES
 
 
@@ -19,13 +20,13 @@ class Staged:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.manifest = manifest = Manifest.from_json((folder / MANIFEST).read_text())
-        self.checks: Iterator[None] = iter(())
+        self.checks = Slices()
         self._device = device
         self._opened: Opened | None = None
         self._mapped: list[torch.Tensor] = []
         if (folder / PLACES).exists():
             self._opened = Opened(manifest, places_from_json((folder / PLACES).read_text()), device_memory(device))
-            self.checks = self._opened.checks(manifest)
+            self.checks = Slices(self._opened.checks(manifest))
         else:
             self._mapped = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
 
@@ -63,7 +64,7 @@ class Staged:
 
     def close(self) -> None:
         """Whoever has tensors of it has let go of them."""
-        self.checks, self._mapped = iter(()), []
+        self.checks, self._mapped = Slices(), []
         if self._opened is not None:
             self._opened.close()
 

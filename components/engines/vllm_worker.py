@@ -33,7 +33,7 @@ from vllm.platforms import current_platform
 from ..weights import Manifest, WeightSyncError
 from . import vllm_shadow
 from .shards import Part, PartsTaken
-from .slices import SLICE_S, ends_within
+from .slices import Slices
 from .vllm_blocks import allow_least_blocks
 from .vllm_memory import WorkerMemory
 from .vllm_plan import CopyPlan, PreparedLoad, Watched
@@ -193,8 +193,8 @@ class EngineWeights:
         self._has_watched = False
         self._double_buffer: bool | None = None
         self._is_ready = False
-        self._filling: Iterator[None] | None = None
-        self._reading: Iterator[None] | None = None
+        self._filling: Slices | None = None
+        self._reading: Slices | None = None
         self._half_loaded = False
         self._unread: list[str] = []
         self._num_loads = 0
@@ -208,14 +208,14 @@ class EngineWeights:
     def check_some(self) -> bool:
         """Check for a moment what lies on this device; whether every byte of it was."""
         assert self._staged is not None, "nothing was staged"
-        return ends_within(SLICE_S, self._staged.checks)
+        return self._staged.checks.go_on()
 
     @torch.no_grad()
     def load_ahead(self) -> bool:
         """Do for a moment beside generation what can be done before the pause; whether that is all done."""
         if self._filling is None and not self._is_ready:
-            self._filling = self._before_the_pause()
-        return self._filling is None or ends_within(SLICE_S, self._filling)
+            self._filling = Slices(self._before_the_pause())
+        return self._filling is None or self._filling.go_on()
 
     def _before_the_pause(self) -> Iterator[None]:
         assert self._staged is not None, "nothing was staged"
@@ -296,7 +296,7 @@ class EngineWeights:
         else:
             self._load_in_place()
         self._staged.confirm()
-        self._reading = self._read_back(self._staged.manifest)
+        self._reading = Slices(self._read_back(self._staged.manifest))
 
     @torch.no_grad()
     def read_back_some(self, *, compare: bool) -> bool:
@@ -309,7 +309,7 @@ class EngineWeights:
         self._prepared = None
         if self._staged is not None:
             assert self._reading is not None, "nothing was loaded since it was staged"
-            if compare and not ends_within(SLICE_S, self._reading):
+            if compare and not self._reading.go_on():
                 return False
             self._staged.confirm()
             self._plan = self._copied_by or self._plan

@@ -32,6 +32,7 @@ class SimulatedCollector:
     engine: SimulatedEngine
     in_flight: int = 0
     in_engine: int = 0  # of those, groups with sequences still being sampled
+    loaded: int = 0
     verified: int = 0
     wanted: int = 0
     pulling: int | None = None  # the version that is being pulled

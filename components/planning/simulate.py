@@ -110,7 +110,7 @@ class Simulation:
             group_id = self._window.next_queue_index
             min_policy_version = self._window.admit(group_id)
             group = self._groups[group_id] = SimulatedGroup(group_id, min_policy_version, collector)
-            if collector.verified >= min_policy_version:
+            if collector.loaded >= min_policy_version:
                 self._submit(group)
             else:
                 collector.waiting.append(group)
@@ -340,6 +340,9 @@ class Simulation:
             self._account(collector)
             engine.load(collector.pulling, recompute=recompute)
             engine.resume()
+            collector.loaded = collector.pulling
+            if collector.waiting:
+                self._start_waiting(collector)
             if engine.running:
                 self._reschedule(collector)
         # A canary overtakes waiting requests, but not the pass that began when generation resumed: it joins the next.
@@ -350,8 +353,6 @@ class Simulation:
         for collector in collectors:
             assert collector.pulling is not None
             collector.verified, collector.pulling = collector.pulling, None
-            if collector.waiting:
-                self._start_waiting(collector)
             if collector.withheld:
                 withheld, collector.withheld = collector.withheld, []
                 for group in withheld:
@@ -359,9 +360,9 @@ class Simulation:
         self._pull(collectors)
 
     def _start_waiting(self, collector: SimulatedCollector) -> None:
-        ready = [g for g in collector.waiting if g.min_policy_version <= collector.verified]
+        ready = [g for g in collector.waiting if g.min_policy_version <= collector.loaded]
         if ready:
-            collector.waiting = [g for g in collector.waiting if g.min_policy_version > collector.verified]
+            collector.waiting = [g for g in collector.waiting if g.min_policy_version > collector.loaded]
             for group in ready:
                 self._submit(group)
             self._reschedule(collector)

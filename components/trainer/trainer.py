@@ -180,7 +180,7 @@ class Trainer:
         )
         self.policy_version = 0
         self._gradient: _Gradient | None = None  # of the step under way
-        self._tokens_of_step: int | None = None
+        self._tokens_of_step: float | None = None  # that went through the model, of all ranks
         self._tokens_in_pass = 0  # of the last passes of this rank
         self._offload: Offload | None = None
 
@@ -210,14 +210,15 @@ class Trainer:
             self._rescale(gradient)
         sums = self._reduce(gradient.sums, dist.ReduceOp.SUM)
         maxima = self._reduce(gradient.maxima, dist.ReduceOp.MAX)
-        num_tokens = self._tokens_of_step = gradient.num_tokens
+        num_tokens = gradient.num_tokens
+        tokens_in_passes = self._tokens_of_step = self._reduced_sum(gradient.tokens_in_passes)
         metrics = objective.metrics(sums, maxima)
         self._objective = objective.after_step(metrics)
         return {
             **metrics,
             "step/forward_backward_s": gradient.elapsed_s,
             "train/tokens_per_s": num_tokens / gradient.elapsed_s,
-            "train/tokens_in_pass": self._reduced_sum(gradient.tokens_in_passes),
+            "train/tokens_in_pass": tokens_in_passes,
         }
 
     def add_part(

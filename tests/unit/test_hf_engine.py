@@ -69,3 +69,32 @@ def test_a_listener_that_fails_keeps_no_other_one_from_hearing(served: Served) -
     served.run(generate())
     assert sorted(heard) == [1] * 4 + [2] * 4
     assert len(reported) == 4, "it is not swallowed"
+
+
+def test_a_version_takes_the_memory_of_the_last_one_that_was_loaded_and_of_no_other(served: Served) -> None:
+    """What was given up may still be written by its fetch: that would be in the next version, after its check."""
+    manifest, buckets = served.publisher.next()
+    engine = served.engine
+
+    def staged(*, loaded: bool) -> int:
+        """The address of its memory."""
+        memory = engine.stage(manifest)
+        for into, bucket in zip(memory.buckets, buckets, strict=True):
+            into[:] = bucket
+        if loaded:
+            served.run(engine.load_weights(memory, in_flight="recompute"))
+        held.append(memory.buckets)  # else the next one may get the same addresses by chance
+        memory.release()
+        return memory.buckets[0].ctypes.data
+
+    held: list[Any] = []
+    served.recover()
+    first = staged(loaded=True)
+    assert staged(loaded=False) == first
+    second = staged(loaded=True)
+    assert second != first, "nobody knows who still writes there"
+    assert staged(loaded=True) == second
+    assert served.run(engine.sleep(in_flight="recompute")) > 0
+    asleep = staged(loaded=False)
+    assert asleep != second, "an engine that sleeps keeps no copy of the weights"
+    served.recover()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from leeway.config import find_recipe, load_config
 from leeway.config.check import check_run
 from leeway.config.hardware import Hardware
-from leeway.config.model_files import damage, head_size
+from leeway.config.model_files import damage, head_size, only_attends
 from leeway.config.names import cpu_head_sizes
 from leeway.monitor.logs import last_error
 
@@ -127,3 +127,22 @@ def test_a_log_says_why_an_engine_did_not_start(tmp_path: Path) -> None:
     log.write_text("all is well\n")
     assert last_error(log, but=but) is None
     assert last_error(tmp_path / "absent", but=but) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_attention_heads": 9, "hidden_size": 576}, True),
+        ({"num_attention_heads": 9, "layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"text_config": {"num_attention_heads": 9}, "vision_config": {"num_conv_layers": 3}}, True),
+        ({"num_attention_heads": 9, "layer_types": ["full_attention", "linear_attention"]}, False),
+        ({"num_attention_heads": 9, "layer_types": "full_attention"}, False),
+        ({"num_attention_heads": 9, "mamba_d_state": 16}, False),
+        ({"num_attention_heads": 9, "kv_lora_rank": 512}, False),
+        ({"num_attention_heads": 9, "kv_lora_rank": None}, True),
+        ({"state_size": 16}, False),
+        ({}, False),
+    ],
+)
+def test_a_model_is_known_to_attend_alone_only_where_its_config_names_no_other_layers(config, expected) -> None:
+    assert only_attends(config) is expected
