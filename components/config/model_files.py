@@ -39,7 +39,18 @@ def damage(folder: Path) -> str | None:
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of layer_types."""
-OTHER_LAYERS = ("mamba", "ssm", "state_size", "conv", "linear_", "kv_lora_rank", "hybrid", "block_type", "rwkv", "recurrent")
+OTHER_LAYERS = (
+    "mamba",
+    "ssm",
+    "state_size",
+    "conv",
+    "linear_",
+    "kv_lora_rank",
+    "hybrid",
+    "block_type",
+    "rwkv",
+    "recurrent",
+)
 """Parts of keys in a config.json that has layers of another kind, or keeps keys and values in another form."""
 
 

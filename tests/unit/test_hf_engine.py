@@ -98,3 +98,12 @@ def test_a_version_takes_the_memory_of_the_last_one_that_was_loaded_and_of_no_ot
     asleep = staged(loaded=False)
     assert asleep != second, "an engine that sleeps keeps no copy of the weights"
     served.recover()
+    last = engine.stage(manifest)
+    for into, bucket in zip(last.buckets, buckets, strict=True):
+        into[:] = bucket
+    served.run(engine.load_weights(last, in_flight="recompute"))
+    assert served.run(engine.sleep(in_flight="recompute")) > 0
+    last.release()
+    held.append(last.buckets)
+    assert staged(loaded=False) != last.buckets[0].ctypes.data, "nor one that is let go of meanwhile"
+    served.recover()

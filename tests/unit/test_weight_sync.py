@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from leeway.collector import weight_sync
+from leeway.collector.adapter_sync import AdapterSync
 from leeway.collector.clock import ACTIVITIES, ActivityClock, IdleClock
 from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.progress import Progress, Sampled
@@ -80,7 +82,7 @@ class FakeEngine:
         if self.read_back_error is not None:
             raise self.read_back_error
 
-    async def score(self, canary: Canary) -> CanaryGap:
+    async def score(self, canary: Canary, *, version: int | None = None) -> CanaryGap:
         assert canary == CANARY
         if self.gate is not None:
             await self.gate.wait()
@@ -96,7 +98,7 @@ class Rig:
     def places(self, publication: Publication) -> tuple[()]:
         return ()
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, kind: Any = WeightSync, **changes: Any) -> None:
         self.engine, self.server = FakeEngine(), ParameterServer()
         self.pauses: list[bool] = []
         self.asked: list[int] = []
@@ -109,7 +111,7 @@ class Rig:
             "retry_s": 0.0,
         }
         self.quarantines: list[str] = []
-        self.weight_sync = WeightSync(
+        self.weight_sync: WeightSync = kind(
             self.engine,
             self.pull,
             self,
@@ -683,6 +685,26 @@ def test_a_canary_says_by_which_route_an_engine_differs():
     play(scenario)
 
 
+@pytest.mark.parametrize("kind", [WeightSync, functools.partial(AdapterSync, max_versions=2)], ids=["all", "adapters"])
+def test_groups_begin_when_their_version_is_loaded_but_adapters_only_when_it_is_proven(kind):
+    """An engine that goes on with the new weights has no others; one that holds versions has one that was proven."""
+
+    async def scenario(rig, running):
+        await rig.publish(0)
+        rig.engine.gate = asyncio.Event()
+        begun = asyncio.create_task(rig.weight_sync.until_loaded(1))
+        proven = asyncio.create_task(rig.weight_sync.until_verified(1))
+        await rig.publish(1)
+        assert (rig.engine.loads, rig.weight_sync.verified_version) == ([0, 1], 0)
+        assert begun.done() is (kind is WeightSync)
+        assert not proven.done()
+        rig.engine.gate.set()
+        await asyncio.wait_for(asyncio.gather(begun, proven), 60)
+        assert rig.weight_sync.verified_version == 1
+
+    play(scenario, kind=kind)
+
+
 @pytest.mark.parametrize("check", ["load", "compute"])
 def test_a_failed_check_quarantines_until_a_later_pull_passes_every_check(check):
     async def scenario(rig, running):
@@ -694,15 +716,20 @@ def test_a_failed_check_quarantines_until_a_later_pull_passes_every_check(check)
             rig.engine.gap = lambda version: 0.5 if len(rig.engine.scores) < 3 else 0.0  # wrong once more, then right
         await rig.publish(1)
         waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
+        beginning = asyncio.create_task(rig.weight_sync.until_loaded(0))
+        await settle()
         if check == "load":
             # It tried as often as it may, and what was verified before counts no more.
             with pytest.raises(WeightSyncError, match="version 1 failed the load check: a layer was left out"):
                 await running
             assert not waiter.done()
+            assert not beginning.done()
             assert rig.quarantines == ["load"] * 2
             waiter.cancel()
+            beginning.cancel()
         else:
             await asyncio.wait_for(waiter, 60)
+            await asyncio.wait_for(beginning, 60)
             assert rig.quarantines == ["compute"]
             assert rig.engine.loads == [0, 1, 1]  # the same version again: nothing newer was there
             assert rig.weight_sync.verified_version == 1
@@ -779,13 +806,16 @@ def test_an_engine_that_sleeps_serves_nothing_and_wakes_by_a_load_of_the_newest_
         await rig.publish(0)
         assert await rig.weight_sync.sleep() == 4
         waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
+        beginning = asyncio.create_task(rig.weight_sync.until_loaded(0))
         await rig.publish(1)
         await rig.publish(2)
         assert (rig.engine.loads, rig.weight_sync.verified_version, waiter.done()) == ([0], -1, False)
+        assert not beginning.done()
         assert await rig.weight_sync.sleep() == 0, "it sleeps already"
         rig.weight_sync.wake()
         rig.weight_sync.wake()
         await asyncio.wait_for(waiter, 60)
+        await asyncio.wait_for(beginning, 60)
         assert (rig.engine.loads, rig.weight_sync.verified_version) == ([0, 2], 2)
         assert rig.engine.num_sleeps == 1
 
