@@ -1,7 +1,7 @@
 """Simulates the run as events: what starts when, what it waits for, and which version sampled each token.
 
     admit (AdmissionRule) -> engine [queue, decoding] -> environment -> withheld until verified -> put -> batch -> train
-       ^                        ^ pull: pause, load, canary                                                      |
+       ^                        ^ pull: pause, load (groups begin), canary                                       |
        +------ published <------+-------------------------------- upload <---------- gather <--------------------+
 
 Each function below is one event and mirrors one wait of the system: `recipes/async_rl.py` (trainer, publishing),
