@@ -29,7 +29,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from peer_processes import MARK
-from peers import Run, random_weights, watched
+from peer_workloads import random_weights
+from peers import Run, watched
 from quickstart_runs import HERE, warmed_up
 
 STEPS = (1_000, 10_000, 100_000)

@@ -29,6 +29,11 @@ def peers() -> Any:
     return peers
 
 
+@pytest.fixture(scope="module")
+def peer_workloads(peers: Any) -> Any:
+    return sys.modules["peer_workloads"]
+
+
 def row(system: str, step_s: float, **more: Any) -> dict[str, Any]:
     return {
         "workload": "short",
@@ -101,13 +106,13 @@ def test_all_are_compared_with_trl_in_its_faster_type(peers: Any) -> None:
     ],
 )
 def test_every_workload_is_one_that_our_side_takes(
-    peers: Any, name: str, device: str, system: str, tmp_path: Path
+    peer_workloads: Any, name: str, device: str, system: str, tmp_path: Path
 ) -> None:
-    workload = peers.WORKLOADS[name]
+    workload = peer_workloads.WORKLOADS[name]
     files = {"tasks_file": tmp_path / "tasks.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
     own: dict[str, Any] = {"steps": 12, "every": 3 * bool(workload.target), "threads": 2}
     own |= {"dtype": "bfloat16", "device": device, "gpu_share": 0.4}
-    given = peers.overrides(system, workload, tmp_path, files, tmp_path, "label", **own)
+    given = peer_workloads.overrides(system, workload, tmp_path, files, tmp_path, "label", **own)
     sys.path.insert(0, str(BENCHMARKS))
     try:
         config = load_config("smollm2_135m" if workload.model == "given" else "quickstart", given)
@@ -120,7 +125,7 @@ def test_every_workload_is_one_that_our_side_takes(
     assert config.rollout.engine_name == ("hf" if "hf" in system else "vllm")
     assert (config.rollout.temperature, config.task.answer_after) == (1.0, None)
     # What the other systems' prompts are made with (`task_files`).
-    assert config.task.system_prompt == (peers.SYSTEM_PROMPT if workload.model == "given" else None)
+    assert config.task.system_prompt == (peer_workloads.SYSTEM_PROMPT if workload.model == "given" else None)
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
         system, 2
     )
