@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSync(WeightSync):
-    """A weight sync for an engine that holds several versions."""
+    """A weight sync for an engine that holds several versions: a rollout begins under one that was proven."""
+
+    serves_unproven = False
 
     def __init__(self, engine: HoldsVersions, *args: Any, max_versions: int, **settings: Any) -> None:
         """`max_versions`: that the engine holds at once, the newest among them; 2 at least."""
@@ -38,10 +40,6 @@ class AdapterSync(WeightSync):
         self._loaded: set[int] = set()
         self._rollouts: Counter[int] = Counter()
         self._rollout_ended = asyncio.Event()
-
-    async def until_loaded(self, policy_version: int) -> None:
-        """Rollouts begin under what was proven: the versions before it are there meanwhile."""
-        await self.until_verified(policy_version)
 
     def stats(self) -> dict[str, float]:
         return {"collector/adapter_versions": float(len(self._loaded))}

@@ -388,7 +388,7 @@ class Collector(BaseCollector):
     async def _run_group(self, admission: Admission, clock: RolloutClock) -> Group | None:
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
-            await self._weight_sync.until_loaded(admission.min_policy_version)
+            await self._weight_sync.until_served(admission.min_policy_version)
         own = self._samplings.of(admission.task)
         greedily = Sampling(group_size=1, temperature=0.0)
         try:
@@ -401,6 +401,7 @@ class Collector(BaseCollector):
                 (trajectories, samples), *greedy = await all_or_none(rollouts)
                 environment_s, answered_at = clock.idle_s, clock.end()
         except RolloutFailed as failure:
+            await self._weight_sync.until_all_verified()  # else it is given back, and is issued again
             await self._fail(admission, str(failure))
             return None
         group = Group.of(
@@ -419,7 +420,7 @@ class Collector(BaseCollector):
                 "version",
                 oldest,
                 f"the engine sampled group {group.group_id} with weights of version {oldest} after version "
-                f"{self._weight_sync.loaded_version} was loaded; its min_policy_version is "
+                f"{self._weight_sync.served_version} was loaded; its min_policy_version is "
                 f"{admission.min_policy_version}",
             )
         if clock.asked_at is not None:

@@ -104,6 +104,9 @@ class SyncReport:
 class WeightSync:
     """Keeps one engine's weights recent enough. `run` pulls for ever; the others wait for what it brings."""
 
+    serves_unproven = True
+    """Whether groups may begin under what was loaded: an engine of one version has nothing else."""
+
     def __init__(
         self,
         engine: LoadsWeights,
@@ -162,8 +165,8 @@ class WeightSync:
         self._at_work_since: float | None = 0.0
         """Since when a published version waits for this engine alone; None: none does. Always, while nobody pulls."""
         self.verified_version = verified_version
-        self.loaded_version = verified_version
-        """What it serves: newer than `verified_version` until that load is proven."""
+        self.served_version = verified_version
+        """What groups may begin under: newer than `verified_version` until that load is proven."""
         self._reports: list[SyncReport] = []
         self._closed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -257,7 +260,7 @@ class WeightSync:
             self._sleeps.set()
             await self._frozen.acquire()  # until `wake`: no load meanwhile
             self._slept_at = max(self._slept_at, self.verified_version)
-            self.verified_version = self.loaded_version = -1
+            self.verified_version = self.served_version = -1
             released = await self._engine.sleep(in_flight=self._in_flight)
             self._sleeping.enter_context(self._asleep())
             return released
@@ -280,9 +283,13 @@ class WeightSync:
         """
         await self._until(lambda: self.verified_version, policy_version)
 
-    async def until_loaded(self, policy_version: int) -> None:
-        """The same until the engine serves such weights: whoever uses their tokens waits for the proof too."""
-        await self._until(lambda: self.loaded_version, policy_version)
+    async def until_served(self, policy_version: int) -> None:
+        """The same until groups may begin under such weights: whoever uses their tokens waits for the proof too."""
+        await self._until(lambda: self.served_version, policy_version)
+
+    async def until_all_verified(self) -> None:
+        """Until all that was generated so far is of proven weights: what comes of bad ones means nothing."""
+        await self.until_verified(self.served_version)
 
     async def _until(self, version: Callable[[], int], policy_version: int) -> None:
         now = asyncio.get_running_loop().time
@@ -293,7 +300,8 @@ class WeightSync:
             if left_s <= 0:
                 raise TimeoutError(
                     f"waited {self._deadline_s:g} s (cluster.step_timeout_s) for weights of version {policy_version} "
-                    f"to be loaded and proven; this engine serves version {self.verified_version}"
+                    f"to be loaded and proven; this engine serves version {self.served_version}, and version "
+                    f"{self.verified_version} is proven"
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
@@ -306,7 +314,7 @@ class WeightSync:
     @asynccontextmanager
     async def generating_under(self, min_policy_version: int) -> AsyncIterator[None]:
         """Around the generation of a group: waits for weights of version `min_policy_version` or newer."""
-        await self.until_loaded(min_policy_version)
+        await self.until_served(min_policy_version)
         self._num_generating += 1  # in the same turn of the loop in which the wait ended, so that no pull comes between
         try:
             yield
@@ -342,10 +350,11 @@ class WeightSync:
     def _prove(self, policy_version: int) -> None:
         self.verified_version = policy_version
         logger.info("serves version %d", policy_version)
-        self._tell(policy_version)
+        self._serve(policy_version)
 
-    def _tell(self, policy_version: int) -> None:
+    def _serve(self, policy_version: int) -> None:
         """Those that wait for this version, or an older one, look again."""
+        self.served_version = policy_version
         for version, waiting in self._waiting.items():
             if version <= policy_version:
                 for news in waiting:  # each leaves when it goes on: until then no pull may come between
@@ -471,10 +480,11 @@ class WeightSync:
         paused = functools.partial(self._pausing, manifest.policy_version)
         times = await self._engine.load_weights(staged, in_flight=self._in_flight, paused=paused)
         loaded = time.monotonic()
-        self.loaded_version = manifest.policy_version
-        self._tell(manifest.policy_version)
         # Both to the end: where both fail, the read-back says more.
-        differs, gap = await asyncio.gather(self._read_back(staged), self._canary_gap(manifest), return_exceptions=True)
+        proof = asyncio.gather(self._read_back(staged), self._canary_gap(manifest), return_exceptions=True)
+        if self.serves_unproven:  # after the canary is on its way: no engine makes it wait for what begins now
+            self._serve(manifest.policy_version)
+        differs, gap = await proof
         for failure in (differs, gap):
             if isinstance(failure, BaseException):
                 raise failure
@@ -534,7 +544,7 @@ class WeightSync:
 
     async def _quarantine(self, error: WeightSyncError) -> None:
         # Nothing that this engine holds was proven: not what it generated under this version, and not what comes next.
-        self.verified_version = self.loaded_version = -1
+        self.verified_version = self.served_version = -1
         self._count_failure(error)
         self.num_quarantines += 1
         logger.error("quarantined, failure %d in a row: %s", self._num_failures, error)

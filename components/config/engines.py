@@ -21,7 +21,8 @@ from .paths import is_folder
 
 LARGE_BLOCK = 144
 """Tokens in a block of a prefix cache, where nothing else is known: more than vLLM's usual 16 to 128."""
-CPU_BLOCK = 32
+SMALL_BLOCK = 32
+"""The most in one of engine `hf`, and on a CPU in one of vLLM where all layers keep keys and values alike."""
 
 
 class EngineOptions(Partial):
@@ -73,7 +74,7 @@ class HfOptions(EngineOptions):
         return True
 
     def cache_block(self, model: Mapping[str, Any], *, on_cpu: bool) -> int:
-        return CPU_BLOCK
+        return SMALL_BLOCK
 
 
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -100,7 +101,7 @@ class VllmOptions(EngineOptions):
         block = (self.model_extra or {}).get("block_size")
         if isinstance(block, int):
             return block
-        return CPU_BLOCK if on_cpu and only_attends(dict(model)) else LARGE_BLOCK
+        return SMALL_BLOCK if on_cpu and only_attends(dict(model)) else LARGE_BLOCK
 
     def loads_ahead(self, *, on_cpu: bool) -> bool:
         return on_cpu if self.double_buffer is None else self.double_buffer

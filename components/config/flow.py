@@ -259,7 +259,7 @@ class ParamServerConfig(Section):
     canary_tokens: PositiveInt | None = Field(
         default=None,
         description="tokens in each context that checks the prefix cache; must be more than one of its blocks; null: "
-        "a block and 16 more (hf: 48; vllm: 48 to 160, by model and device)",
+        "one block plus 16 tokens, or 160 where the engine's block is not known",
     )
     read_back: bool = Field(
         default=True,

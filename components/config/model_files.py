@@ -50,8 +50,11 @@ OTHER_LAYERS = (
     "block_type",
     "rwkv",
     "recurrent",
+    "global_head",
+    "global_key_value",
+    "per_layer",
 )
-"""Parts of keys in a config.json that has layers of another kind, or keeps keys and values in another form."""
+"""Parts of keys in a config.json that has layers of another kind, or keeps their keys and values in other forms."""
 
 
 def head_size(config: dict[str, Any]) -> int | None:
@@ -66,7 +69,7 @@ def head_size(config: dict[str, Any]) -> int | None:
 
 
 def only_attends(config: dict[str, Any]) -> bool:
-    """Whether config.json says that each layer attends to keys and values of its own, and is nothing else beside."""
+    """Whether config.json says that all layers attend to keys and values, of one form, and do nothing else."""
     config = of_the_text(config)
     kinds = config.get("layer_types")
     others = any(mark in key for key, value in config.items() for mark in OTHER_LAYERS if value is not None)

@@ -14,7 +14,7 @@ from ..types import Task
 from ..weights import CanaryPrompts
 
 SCORED_TOKENS = 160
-"""Most tokens of a prompt and its answer that are scored."""
+"""The most tokens of one prompt and its answer that are scored."""
 
 
 def canary_prompts(config: Config, prompter: Prompter, tasks: Sequence[Task]) -> CanaryPrompts:

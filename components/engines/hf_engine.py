@@ -182,7 +182,7 @@ class HfEngine:
         """To the next version; but what was never loaded may still be written by a fetch that was given up."""
         was_filled = name in self._filled
         self._filled.discard(name)
-        if was_filled and not self._paused:  # else it sleeps, to make room
+        if was_filled and not self._paused:  # else it sleeps, and makes room, or its load failed
             self._spare = buckets
 
     async def load_weights(

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 SLICE_S = 0.02
 """How long generation waits for one slice; one that cannot be cut further may take longer."""
 LONGEST_SLICE_S = 0.25
+"""However long passes take."""
 
 
 class Slices:
     """`work`, slice by slice. Where passes take long, so do slices: a quarter of the time between two of them.
 
-    Else what waits for the end of a proof would wait for many passes: of 135 million weights on a CPU one takes 0.3 s.
+    Else what waits for the end of a proof would wait for many passes: one over 135 million weights takes 0.3 s.
     """
 
     def __init__(self, work: Iterable[None] = ()) -> None:

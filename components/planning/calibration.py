@@ -138,7 +138,7 @@ class _Measured:
             hand_off_s=overhead_s,
             upload_s=_median(self._rows, "param_server/publish_s"),
             pause_s=_mean(self._collector, "collector/pause_s"),
-            # With other requests running, it includes their passes, which are simulated: the minimum is its own time.
+            # It includes passes of other requests, which are simulated: the minimum has the fewest of them.
             canary_s=min((r["param_server/proof_s"] for r in self._rows if r.get("param_server/proof_s")), default=0.0),
             measured_step_s=self._step_s,
         )

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
-from leeway.config.engines import CPU_BLOCK, LARGE_BLOCK
+from leeway.config.engines import LARGE_BLOCK, SMALL_BLOCK
 from leeway.driver.canary import SCORED_TOKENS, canary_prompts
 from leeway.engines.hf_cache import BLOCK
+from leeway.engines.vllm_blocks import LEAST
 from leeway.types import Task
 
 TASKS = [Task(task_id=f"t{i}", prompt="p" * (7 + i), answer="a") for i in range(5)]
@@ -43,9 +44,10 @@ FOUR = "param_server.canary_prompts=4"
 @pytest.mark.parametrize(
     ("overrides", "model", "expected"),
     [
-        (["rollout.engine.name=hf"], {}, CPU_BLOCK + 16),
-        (["rollout.engine.name=vllm"], {}, CPU_BLOCK + 16),
+        (["rollout.engine.name=hf"], {}, SMALL_BLOCK + 16),
+        (["rollout.engine.name=vllm"], {}, SMALL_BLOCK + 16),
         (["rollout.engine.name=vllm"], {"mamba_d_state": 4}, LARGE_BLOCK + 16),
+        (["rollout.engine.name=vllm"], {"global_head_dim": 4}, LARGE_BLOCK + 16),
         (["rollout.engine.name=vllm", "rollout.engine.block_size=64"], {}, 80),
         (["rollout.engine.name=vllm", "param_server.canary_tokens=50"], {}, 50),
         (["rollout.engine.name=hf", "rollout.max_model_len=40"], {}, 39),
@@ -56,7 +58,8 @@ def test_a_context_is_a_block_of_the_engines_cache_and_some_more(tmp_path, overr
 
 
 def test_a_block_is_no_larger_than_is_promised() -> None:
-    assert BLOCK <= CPU_BLOCK
+    assert BLOCK <= SMALL_BLOCK
+    assert 2 * LEAST <= SMALL_BLOCK, "`vllm_blocks.block_size`"
 
 
 def test_a_prompt_is_scored_with_its_answer_however_short_the_contexts_are(tmp_path: Path) -> None:

@@ -1063,6 +1063,38 @@ def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later(
     play(scenario, max_failures=1)
 
 
+@pytest.mark.parametrize("is_right", [True, False], ids=["right weights", "wrong weights"])
+def test_a_group_that_fails_under_unproven_weights_is_lost_only_if_they_are_right(is_right):
+    """Wrong weights say anything, and environments fail on it."""
+
+    class Fails(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            await policy.generate(task.prompt)
+            raise ValueError("no such tool")
+
+    async def scenario(rig: Rig, collecting: asyncio.Task[None]) -> None:
+        gate, gaps = asyncio.Event(), [0.0 if is_right else 1.0, 0.0]
+
+        async def score(canary: Canary) -> CanaryGap:
+            await gate.wait()
+            return CanaryGap(gaps[0], gaps.pop(0), 0.0)
+
+        rig.engine.score = score
+        await rig.publish(1)
+        rig.slots.add(1)
+        await settle()
+        assert [r["version"] for r in rig.engine.requests] == [1, 1], "its retries are used up"
+        assert rig.slots.failures == {}, "nobody knows yet whether that says anything"
+        gate.set()
+        await settle()
+        assert list(rig.slots.failures) == ([0] if is_right else [])
+        assert len(rig.slots.given_back) == (0 if is_right else 1)
+        rig.slots.end()
+        await collecting
+
+    play(scenario, Fails(), max_failures=1, retries=1)
+
+
 def test_after_a_quarantine_no_rollout_of_before_is_left_at_work():
     """Nor one that had been cancelled earlier and takes its time: the engine is used again after this."""
 

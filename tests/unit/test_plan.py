@@ -41,7 +41,7 @@ def test_in_lockstep_a_step_is_generation_and_training_and_the_weight_sync() -> 
     # The upload runs beside the overhead between two steps, the proof beside generation; all else one after the other.
     assert found == pytest.approx(1.6 + 0.8 + 0.3 + 0.1 + 0.07 + 0.02 + 0.04, rel=1e-6)
     slow_proof = step_s(job(**{**parts, "canary_s": 3.0}, hand_off_s=0.04), 0)
-    assert slow_proof == pytest.approx(found + 3.0 + 2 * 16e-3 - 1.6), "and two passes that it is beside of"
+    assert slow_proof == pytest.approx(found + 3.0 + 2 * 16e-3 - 1.6), "and two passes beside it"
 
 
 @pytest.mark.parametrize(("generate_s", "train_s"), [(1.6, 0.8), (1.6, 2.4), (1.6, 1.6)])

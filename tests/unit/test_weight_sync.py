@@ -548,7 +548,7 @@ def test_an_engine_that_does_not_get_done_with_a_published_version_ends_the_wait
         await rig.publish(3)
         rig.engine.gate = asyncio.Event()  # its proof never ends
         await rig.publish(7)
-        with pytest.raises(TimeoutError, match=r"waited 0.05 s .* weights of version 7 .* serves version 3"):
+        with pytest.raises(TimeoutError, match=r"waited 0.05 s .* weights of version 7 .* serves version 7, and version 3 is proven"):
             await rig.weight_sync.until_verified(7)
 
     play(scenario, deadline_s=0.05)
@@ -692,7 +692,7 @@ def test_groups_begin_when_their_version_is_loaded_but_adapters_only_when_it_is_
     async def scenario(rig, running):
         await rig.publish(0)
         rig.engine.gate = asyncio.Event()
-        begun = asyncio.create_task(rig.weight_sync.until_loaded(1))
+        begun = asyncio.create_task(rig.weight_sync.until_served(1))
         proven = asyncio.create_task(rig.weight_sync.until_verified(1))
         await rig.publish(1)
         assert (rig.engine.loads, rig.weight_sync.verified_version) == ([0, 1], 0)
@@ -716,7 +716,7 @@ def test_a_failed_check_quarantines_until_a_later_pull_passes_every_check(check)
             rig.engine.gap = lambda version: 0.5 if len(rig.engine.scores) < 3 else 0.0  # wrong once more, then right
         await rig.publish(1)
         waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
-        beginning = asyncio.create_task(rig.weight_sync.until_loaded(0))
+        beginning = asyncio.create_task(rig.weight_sync.until_served(0))
         await settle()
         if check == "load":
             # It tried as often as it may, and what was verified before counts no more.
@@ -806,7 +806,7 @@ def test_an_engine_that_sleeps_serves_nothing_and_wakes_by_a_load_of_the_newest_
         await rig.publish(0)
         assert await rig.weight_sync.sleep() == 4
         waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
-        beginning = asyncio.create_task(rig.weight_sync.until_loaded(0))
+        beginning = asyncio.create_task(rig.weight_sync.until_served(0))
         await rig.publish(1)
         await rig.publish(2)
         assert (rig.engine.loads, rig.weight_sync.verified_version, waiter.done()) == ([0], -1, False)
