@@ -66,11 +66,19 @@ class CanaryPrompts:
     scored: list[list[int]]
     cached: list[list[int]]
 
+    def longest(self) -> list[list[int]]:
+        """Those that no other one begins with: a pass over them is one over all."""
+        whole: list[list[int]] = []
+        for sequence in sorted([*self.scored, *self.cached], key=len, reverse=True):
+            if not any(longer[: len(sequence)] == sequence for longer in whole):
+                whole.append(sequence)
+        return whole
+
     def within(self, num_tokens: float) -> CanaryPrompts:
-        """As many of each kind as fit into so many tokens together, and at least the first of each."""
+        """As many of each kind as a pass over so many tokens scores, and at least the first of each."""
         for number in range(max(len(self.scored), len(self.cached)), 1, -1):
             fewer = CanaryPrompts(self.scored[:number], self.cached[:number])
-            if sum(map(len, [*fewer.scored, *fewer.cached])) <= num_tokens:
+            if sum(map(len, fewer.longest())) <= num_tokens:
                 return fewer
         return CanaryPrompts(self.scored[:1], self.cached[:1])
 

@@ -13,8 +13,11 @@ from .scoring import ScoringModel
 
 
 def score_canary(model: ScoringModel, prompts: CanaryPrompts, device: torch.device) -> Canary:
-    """One forward pass over all prompts (a collective), in rows like those of training; see `Canary`."""
-    sequences = [*prompts.scored, *prompts.cached]
+    """One forward pass over all prompts (a collective), in rows like those of training; see `Canary`.
+
+    What another one begins with is not computed twice: a context for the prefix cache begins like the prompt before it.
+    """
+    sequences = prompts.longest()
     lengths = torch.tensor([len(s) for s in sequences])
     if model.is_packed:
         starts = [0, *itertools.accumulate(map(len, sequences))][:-1]
@@ -31,8 +34,12 @@ def score_canary(model: ScoringModel, prompts: CanaryPrompts, device: torch.devi
         for i, sequence in enumerate(sequences):
             input_ids[i, : len(sequence)] = torch.tensor(sequence)
         form = {"attention_mask": (torch.arange(width) < lengths[:, None]).long().to(device)}
-    rows = [start + t for start, s in zip(starts, prompts.scored, strict=False) for t in range(len(s) - 1)]
-    last = [start + len(s) - 1 for start, s in zip(starts, sequences, strict=True)][len(prompts.scored) :]
+
+    def start_of(sequence: list[int]) -> int:
+        return next(at for at, s in zip(starts, sequences, strict=True) if s[: len(sequence)] == sequence)
+
+    rows = [start + t for s in prompts.scored for start in [start_of(s)] for t in range(len(s) - 1)]
+    last = [start_of(s) + len(s) - 1 for s in prompts.cached]
     targets = torch.tensor([token for s in prompts.scored for token in s[1:]], dtype=torch.int64, device=device)
     logprobs, _ = model(input_ids, torch.tensor(rows + last, device=device), None, 1.0, **form)
     scored = logprobs[: len(rows)].gather(-1, targets[:, None]).squeeze(-1)

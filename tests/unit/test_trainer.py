@@ -375,17 +375,33 @@ def test_the_canary_is_what_transformers_says_at_temperature_1(make, model_path)
     check_canary(manifest, reference_model(model_path))
 
 
-def check_canary(manifest: Manifest, model: Any) -> None:
+def check_canary(manifest: Manifest, model: Any, prompts: CanaryPrompts = CANARY) -> None:
     canary = manifest.canary
-    assert canary.prompts == CANARY
-    for sequence, logprobs in zip(CANARY.scored, canary.logprobs, strict=True):
+    assert canary.prompts == prompts
+    for sequence, logprobs in zip(prompts.scored, canary.logprobs, strict=True):
         rows = reference_logprobs(model, sequence)[:-1]
         expected = rows.gather(-1, torch.tensor(sequence[1:])[:, None])[:, 0]
         assert logprobs == pytest.approx(expected.tolist(), abs=1e-5)
-    for context, token, logprob in zip(CANARY.cached, canary.next_tokens, canary.next_logprobs, strict=True):
+    for context, token, logprob in zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True):
         row = reference_logprobs(model, context)[-1]
         assert token == int(row.argmax())
         assert logprob == pytest.approx(row.max().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_what_a_canary_prompt_begins_with_is_not_computed_twice(make, model_path, packing, monkeypatch):
+    whole, other = [5, 9, 33, 2, 60, 7, 7, 1], [1, 2, 3, 4, 9, 8]
+    prompts = CanaryPrompts(scored=[whole, other[:3], [63, 0]], cached=[whole[:4], other, whole])
+    assert prompts.longest() == [whole, other, [63, 0]]
+    trainer = make(canary=prompts, packing=packing)
+    widths: list[int] = []
+    score = trainer._model.forward
+    monkeypatch.setattr(
+        trainer._model, "forward", lambda ids, *a, **k: widths.append(ids.numel()) or score(ids, *a, **k)
+    )
+    manifest, _, _ = published(trainer)
+    assert widths == [16 if packing == "packed" else 3 * 8]
+    check_canary(manifest, reference_model(model_path), prompts)
 
 
 @pytest.mark.slow

@@ -548,7 +548,9 @@ def test_an_engine_that_does_not_get_done_with_a_published_version_ends_the_wait
         await rig.publish(3)
         rig.engine.gate = asyncio.Event()  # its proof never ends
         await rig.publish(7)
-        with pytest.raises(TimeoutError, match=r"waited 0.05 s .* weights of version 7 .* serves version 7, and version 3 is proven"):
+        with pytest.raises(
+            TimeoutError, match=r"waited 0.05 s .* weights of version 7 .* serves version 7, and version 3 is proven"
+        ):
             await rig.weight_sync.until_verified(7)
 
     play(scenario, deadline_s=0.05)
