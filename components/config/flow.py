@@ -249,7 +249,8 @@ class ParamServerConfig(Section):
         "its own bucket); rank 0 of several needs memory for one",
     )
     canary_prompts: PositiveInt = Field(
-        default=4, description="at most this many prompts check the weights an engine serves after each pull"
+        default=4,
+        description="at most this many prompts, cut at 160 tokens, check the weights an engine serves after each pull",
     )
     canary_frac: PositiveFloat = Field(
         default=0.05,
