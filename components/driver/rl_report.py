@@ -253,14 +253,19 @@ class Reporter:
 
     def summary(self, *, steps: int) -> dict[str, Any]:
         """The part of summary.json that comes from metrics, over the run's whole life."""
-        return summary_of(self._rows(), steps=steps)
+        return summary_of(self._rows(), steps=steps, max_policy_lag=derive(self._config).max_policy_lag)
 
     def _rows(self) -> list[dict[str, Any]]:
         return read_metrics(self._monitor.run_dir / "metrics.jsonl")
 
 
-def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any]:
-    """Totals over the `rows` of a metrics.jsonl."""
+def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int, max_policy_lag: int) -> dict[str, Any]:
+    """Totals over the `rows` of a metrics.jsonl of `steps` optimizer steps.
+
+    `efficiency`: the share of the speed limit that some steps came to; `efficiency_steps`: the first and the last of
+    them. The last `max_policy_lag` steps are left out, as all that they train on may have been there before, and then
+    the first half of those that remain; None if none does.
+    """
 
     def values(name: str) -> list[float]:
         return [row[name] for row in rows if row.get(name) is not None]
@@ -268,8 +273,9 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
     def largest(name: str) -> float:
         return max(values(name), default=0.0)
 
-    late = [r for r in rows if "limit/step_s" in r and r["step"] > steps / 2]
-    efficiency = sum(r["limit/step_s"] for r in late) / sum(r["step/total_s"] for r in late) if late else None
+    last = steps - max_policy_lag
+    late = [row for row in rows if "limit/step_s" in row and last / 2 < row["step"] <= last]
+    efficiency = sum(row["limit/step_s"] for row in late) / sum(row["step/total_s"] for row in late) if late else None
     audits = {"audit_gap_max": gap} if (gap := max(values("train/audit_gap/max"), default=None)) is not None else {}
     return {
         "steps": steps,
@@ -288,7 +294,8 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
         "quarantines": int(largest("collector/quarantines")),
         "restarts": int(sum(values("collector/restarts"))),
         "pulls": int(sum(values("param_server/pulls"))),
-        "efficiency_second_half": efficiency,
+        "efficiency": efficiency,
+        "efficiency_steps": [late[0]["step"], late[-1]["step"]] if late else None,
         "time_shares": time_shares(rows),
         "memory_peak_gib": memory_peaks(rows),
         **audits,

@@ -271,6 +271,7 @@ def goodbye(summary: dict[str, Any]) -> list[str]:
     lines += describe_memory(summary["memory_peak_gib"])
     if restarts := summary["restarts"]:
         lines.append(f"{restarts} times a generator died or hung, and was replaced: see the warnings above")
-    if (efficiency := summary["efficiency_second_half"]) is not None:
-        lines.append(f"{efficiency:.0%} of the speed limit in the second half")
+    if (efficiency := summary["efficiency"]) is not None:
+        begin, end = summary["efficiency_steps"]
+        lines.append(f"{efficiency:.0%} of the speed limit in steps {begin} to {end}")
     return lines

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from leeway.config import load_config
 from leeway.driver import rl_report
-from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, describe_time_shares
+from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, describe_time_shares, summary_of
 from leeway.failures import PartFailed
 from leeway.monitor import build_monitor, read_metrics
 from leeway.monitor.metrics import reduced
@@ -322,13 +322,27 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
         "quarantines": 1,
         "restarts": 2,
         "pulls": 3 + 5,
-        "efficiency_second_half": pytest.approx((1.0 + 1.0) / (4 + 2)),
+        "efficiency": pytest.approx(0.5 / 2),  # with a lag of 2, for steps 3 and 4 all may have been there before
+        "efficiency_steps": [2, 2],
         "audit_gap_max": 0.5,
     }
     # 12 s of steps, of which 7 s work; the engines: the mean of both, over four reports of equal length.
     assert list(shares["trainer"]) == ["work", "wait_for_batch"]
     assert shares["trainer"] == pytest.approx({"work": 7 / 12, "wait_for_batch": 5 / 12})
     assert shares["generator"] == pytest.approx({"generate": 0.6875, "wait_for_slot": 0.3125})
+
+
+@pytest.mark.parametrize(
+    ("bound", "efficiency", "counted"),
+    [(0, 2.0 / 6, [3, 4]), (1, 1.5 / 6, [2, 3]), (3, 0.5 / 4, [1, 1]), (4, None, None)],
+)
+def test_the_share_of_the_limit_leaves_out_steps_that_engines_may_have_finished_before(
+    tmp_path: Path, bound: int, efficiency: float | None, counted: list[int] | None
+) -> None:
+    a_run(tmp_path)
+    summary = summary_of(read_metrics(tmp_path / "metrics.jsonl"), steps=4, max_policy_lag=bound)
+    assert summary["efficiency"] == (efficiency and pytest.approx(efficiency))
+    assert summary["efficiency_steps"] == counted
 
 
 @pytest.mark.slow
@@ -378,7 +392,7 @@ def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tm
     idle = reported(tmp_path / "idle", [], [collector_stats(generate=0.5)])
     summary = idle.summary(steps=0)
     assert summary["time_shares"] == {"trainer": {}, "generator": {}}
-    assert summary["efficiency_second_half"] is None
+    assert summary["efficiency"] is summary["efficiency_steps"] is None
     batch = batch_of(1.0, 10.0)
     metrics = step_metrics(wait_s=0.001, work_s=5.0, lag=0, **{"step/audit_s": 2.0})
     report = StepReport(1, metrics | {"step/total_s": 7.001}, batch, begins_batch=True)
