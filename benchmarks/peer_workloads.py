@@ -152,7 +152,8 @@ def overrides(
         ),
         *(f"train.steps={steps}", f"train.groups_per_step={workload.groups}", f"optimizer.lr={workload.lr}"),
         *("optimizer.schedule=constant", "optimizer.warmup_steps=0", f"algorithm.group_size={workload.group_size}"),
-        *(f"staleness.max_policy_lag={bound}", "eval.at_start=false", "eval.at_end=false", "monitor.console=off"),
+        *(f"staleness.max_policy_lag={bound}", "param_server.publish_every=1"),
+        *("eval.at_start=false", "eval.at_end=false", "monitor.console=off"),
         *("checkpoint.save_hf=never", "checkpoint.save_state=never", f"eval.every={every}"),
         *(f"rollout.max_model_len={workload.model_length}", f"cluster.device={device}"),
         *([f"eval.path={files['heldout_file']}"] if every else []),
@@ -174,10 +175,8 @@ def overrides(
         given += [f"env.reward={workload.reward}"]
     if not workload.is_short:
         given += ["staleness.in_flight=recompute"]
-    if bound == 0:
-        given += ["param_server.publish_every=1"]
-        if device == "cpu":
-            given += in_lockstep(workload, threads)
+    if bound == 0 and device == "cpu":
+        given += in_lockstep(workload, threads)
     if device == "cuda" or not bound:
         given += ["cluster.placement=together"]
     if device == "cuda":
