@@ -133,7 +133,7 @@ class _Measured:
             train_slowdown=slowdown,
             train_factors=factors,
             optim_s=self._mean("step/optim_s"),
-            publish_s=self._mean("step/publish_s"),
+            publish_s=self._publish_s(),
             overhead_s=overhead_s,
             hand_off_s=overhead_s,
             upload_s=_median(self._rows, "param_server/publish_s"),
@@ -142,6 +142,11 @@ class _Measured:
             canary_s=min((r["param_server/proof_s"] for r in self._rows if r.get("param_server/proof_s")), default=0.0),
             measured_step_s=self._step_s,
         )
+
+    def _publish_s(self) -> float:
+        """Of a version, whichever of the steps around it pays for it."""
+        steps = _settled([row for row in self._rows if "step/total_s" in row])
+        return self._settings.publish_every * statistics.fmean(row.get("step/publish_s", 0.0) for row in steps)
 
     def generating_s(self) -> float:
         """Seconds per optimizer step in which a collector had something in flight and was not paused."""

@@ -7,6 +7,7 @@ speeds. The rest is only measured.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +27,19 @@ from .search import fitting, splits_of, variants
 WORTH_IT = 0.05
 """A change must save this share of a step, or it is noise."""
 LARGER_LAGS = (1, 2, 4)
+FEWER_VERSIONS = (2, 3)
+"""Times as many optimizer steps between published versions."""
 MOST_ENGINES = 4
 """That share the cores in lockstep: each has a copy of the weights, and a start."""
 ENGINES, ENGINE_CORES = "rollout.num_generators", "cluster.cpus_per_generator"
 PLACES = "rollout.engine.max_num_seqs"
+PUBLISH_EVERY = "param_server.publish_every"
 _WAITING = 0.15
 """In lockstep, the share of a batch's time in environments from which its halves are worth a trial."""
 NOTES = {
     "staleness.max_policy_lag": "A larger lag bound is more off-policy: compare what is learned with "
     "`leeway run frontier`.",
+    PUBLISH_EVERY: "With fewer versions, tokens are sampled from older ones, within the same lag bound.",
     "train.stream_groups": "With train.stream_groups a seed does not decide the weights to the last bit.",
 }
 _EVENTS = 20_000
@@ -73,11 +78,17 @@ class Trial:
     failure: str = ""
 
 
-def step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The median step, in seconds, without the first third of them; None if fewer than three are left."""
+def step_seconds(rows: Sequence[Mapping[str, Any]], *, period: int = 1) -> float | None:
+    """A step in seconds, without the first third of them; None if fewer than three, or than `period`, are left.
+
+    Of each `period` steps, which differ by what else is done in them (a version is published), the median of all first
+    ones, of all second ones, and so on; then the mean of these medians.
+    """
     took = [row["step/total_s"] for row in rows if "step/total_s" in row]
     settled = took[max(2, len(took) // 3) :]
-    return statistics.median(settled) if len(settled) >= 3 else None
+    if len(settled) < max(3, period):
+        return None
+    return statistics.fmean(statistics.median(settled[phase::period]) for phase in range(period))
 
 
 def candidates(
@@ -87,6 +98,7 @@ def candidates(
     cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
     return [
         *_schedules(calibration, keep_lag=keep_lag),
+        *_publications(config, calibration),
         *(_core_splits(config, calibration, cores) if config.cluster.device == "cpu" else _splits(calibration)),
         *_places(config, calibration.settings),
         *_halves(config, calibration, cores),
@@ -113,6 +125,22 @@ def _schedules(c: Calibration, *, keep_lag: bool) -> list[Candidate]:
     if best.settings.reorder_window != own.reorder_window:
         changed["staleness.reorder_window"] = best.settings.reorder_window
     return [Candidate(changed, "bound and window, by simulation", best.step_s)] if changed else []
+
+
+def _publications(config: Config, c: Calibration) -> list[Candidate]:
+    """Fewer versions: each one's proof takes the trainer and the engines their time."""
+    own = c.settings
+    now_s = predict(c, own, events=_EVENTS).step_s
+    found: dict[int, float] = {}
+    for times in FEWER_VERSIONS:
+        fewer = replace(own, publish_every=own.publish_every * times, pull_every=own.pull_every * times)
+        if fewer.is_possible() and config.eval.every % fewer.publish_every == 0:
+            found[fewer.publish_every] = predict(c, fewer, events=_EVENTS).step_s
+    fastest = min(found.values(), default=now_s)
+    if fastest > now_s * (1 - WORTH_IT):
+        return []
+    every = min(n for n, step_s in found.items() if step_s <= fastest * 1.02)
+    return [Candidate({PUBLISH_EVERY: every}, "fewer versions, by simulation", found[every])]
 
 
 def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
@@ -264,7 +292,9 @@ class Found:
 
 
 def _measured(folder: Path) -> float | None:
-    return step_seconds(read_metrics(open_run(folder).dir / "metrics.jsonl"))
+    run = open_run(folder)
+    period = math.lcm(run.config.train.updates_per_batch, run.config.param_server.publish_every)
+    return step_seconds(read_metrics(run.dir / "metrics.jsonl"), period=period)
 
 
 def _calibrated(folder: Path) -> Calibration:

@@ -108,6 +108,21 @@ def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_cost_of_a_version_is_found_whichever_steps_pay_for_it(run: Path) -> None:
+    config, metrics = run / "config.yaml", run / "stages/async_rl/metrics.jsonl"
+    assert calibrate(open_run(run)).publish_s == pytest.approx(0.02)
+    text = config.read_text()
+    assert "publish_every: 1" in text
+    config.write_text(text.replace("publish_every: 1", "publish_every: 2"))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:  # the copy in the step before it, the canary in the one behind
+        if "step/publish_s" in row:
+            row["step/publish_s"] = 0.01 if row["step"] % 2 == 0 else 0.03
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert calibrate(open_run(run)).publish_s == pytest.approx(0.04)
+
+
+@pytest.mark.slow
 def test_moments_without_any_generator_say_nothing_of_its_speed(run: Path) -> None:
     metrics = run / "stages/async_rl/metrics.jsonl"
     replaced = {"step": 3, "role": "collector", "collector/restarts": 1.0, "collector/interval_s": 20.0, "time": 0.0}

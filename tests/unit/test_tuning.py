@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class Machine:
 
 
 def tuned(
-    machine: Machine, config: Config, *, most: int = 20, environment_s: float | None = None
+    machine: Machine, config: Config, *, most: int = 20, environment_s: float | None = None, publish_s: float = 0.0
 ) -> tuple[Any, list[str]]:
     said: list[str] = []
     found = search(
@@ -91,7 +92,7 @@ def tuned(
         most=most,
         say=said.append,
         measured=machine.took.__getitem__,
-        calibrated=lambda folder: calibration(config, environment_s=environment_s),
+        calibrated=lambda folder: replace(calibration(config, environment_s=environment_s), publish_s=publish_s),
     )
     return found, said
 
@@ -248,6 +249,38 @@ def test_it_is_said_what_faster_settings_give_up() -> None:
     assert "does not decide the weights to the last bit" in found.in_words()
     found, _ = tuned(Machine({"max_num_seqs": 0.8}), config_of(*LOCKSTEP))
     assert "\n" not in found.in_words().partition("\n  ")[2]
+
+
+def fewer_versions(*overrides: str, publish_s: float) -> list[Candidate]:
+    config = config_of("stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1", *overrides)
+    found = candidates(config, replace(calibration(config), publish_s=publish_s), num_cores=2)
+    return [candidate for candidate in found if tuning.PUBLISH_EVERY in candidate.overrides]
+
+
+def test_fewer_versions_are_tried_where_one_costs_a_share_of_a_step_and_the_bound_allows_it() -> None:
+    [candidate] = fewer_versions("staleness.max_policy_lag=4", publish_s=0.2)
+    every = candidate.overrides[tuning.PUBLISH_EVERY]
+    assert every in (2, 3)
+    assert candidate.expected_s is not None
+    assert candidate.expected_s > 0
+    config_of("staleness.max_policy_lag=4", f"{tuning.PUBLISH_EVERY}={every}")
+    assert fewer_versions("staleness.max_policy_lag=4", publish_s=0.0) == []
+    assert fewer_versions("staleness.max_policy_lag=0", publish_s=0.2) == [], "each step waits for its version"
+    [held_out] = fewer_versions("staleness.max_policy_lag=4", "eval.every=4", publish_s=0.2)
+    assert held_out.overrides == {tuning.PUBLISH_EVERY: 2}, "only published versions are evaluated"
+    [again] = fewer_versions("staleness.max_policy_lag=6", "param_server.publish_every=2", publish_s=0.6)
+    assert again.overrides[tuning.PUBLISH_EVERY] in (4, 6)
+    found, _ = tuned(Machine({"publish_every": 0.8}), config_of("staleness.max_policy_lag=4"), publish_s=1.0)
+    assert "within the same lag bound" in found.in_words()
+
+
+def test_steps_that_differ_by_turns_count_alike() -> None:
+    """Every second one pays for a version."""
+    rows = [{"step/total_s": s} for s in (9.0, 9.0, 9.0, 9.0, *([1.0, 2.0] * 4), 1.0)]
+    assert step_seconds(rows) == 1.0
+    assert step_seconds(rows, period=2) == 1.5
+    assert step_seconds([*rows[:6], *([{"step/total_s": 9.0}]), *rows[7:]], period=2) == 1.5, "one that took long"
+    assert step_seconds(rows[:6], period=5) is None
 
 
 def test_only_settled_steps_count() -> None:
