@@ -37,9 +37,9 @@ def tune(
 ) -> None:
     """Find the fastest settings for this machine by short runs; prints them as overrides, with the gain.
 
-    What is tried: lag bound and reorder window by simulation, cores or GPUs for each side, sequences at a time, size of
-    the trainer's passes. Each trial takes a run's start and its steps. The lag bound is never made smaller, and with
-    --keep-lag no larger either.
+    What is tried: lag bound, reorder window and how often versions are published by simulation, cores or GPUs for each
+    side, sequences at a time, size of the trainer's passes. Each trial takes a run's start and its steps. The lag bound
+    is never made smaller, and with --keep-lag no larger either.
 
     Example: leeway tune quickstart --steps 20
     """

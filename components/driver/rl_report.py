@@ -253,18 +253,25 @@ class Reporter:
 
     def summary(self, *, steps: int) -> dict[str, Any]:
         """The part of summary.json that comes from metrics, over the run's whole life."""
-        return summary_of(self._rows(), steps=steps, max_policy_lag=derive(self._config).max_policy_lag)
+        return summary_of(
+            self._rows(),
+            steps=steps,
+            max_policy_lag=derive(self._config).max_policy_lag,
+            updates_per_batch=self._config.train.updates_per_batch,
+        )
 
     def _rows(self) -> list[dict[str, Any]]:
         return read_metrics(self._monitor.run_dir / "metrics.jsonl")
 
 
-def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int, max_policy_lag: int) -> dict[str, Any]:
+def summary_of(
+    rows: Sequence[Mapping[str, Any]], *, steps: int, max_policy_lag: int, updates_per_batch: int = 1
+) -> dict[str, Any]:
     """Totals over the `rows` of a metrics.jsonl of `steps` optimizer steps.
 
     `efficiency`: the share of the speed limit that some steps came to; `efficiency_steps`: the first and the last of
-    them. The last `max_policy_lag` steps are left out, as all that they train on may have been there before, and then
-    the first half of those that remain; None if none does.
+    them, of whole batches. The last `max_policy_lag` steps are left out, as all that they train on may have been there
+    before, and then the first half of those that remain; None if none does.
     """
 
     def values(name: str) -> list[float]:
@@ -273,8 +280,9 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int, max_policy_lag:
     def largest(name: str) -> float:
         return max(values(name), default=0.0)
 
-    last = steps - max_policy_lag
-    late = [row for row in rows if "limit/step_s" in row and last / 2 < row["step"] <= last]
+    num_batches = max(0, steps - max_policy_lag) // updates_per_batch
+    before, last = num_batches // 2 * updates_per_batch, num_batches * updates_per_batch
+    late = [row for row in rows if "limit/step_s" in row and before < row["step"] <= last]
     efficiency = sum(row["limit/step_s"] for row in late) / sum(row["step/total_s"] for row in late) if late else None
     audits = {"audit_gap_max": gap} if (gap := max(values("train/audit_gap/max"), default=None)) is not None else {}
     return {

@@ -145,8 +145,11 @@ class _Measured:
 
     def _publish_s(self) -> float:
         """Of a version, whichever of the steps around it pays for it."""
-        steps = _settled([row for row in self._rows if "step/total_s" in row])
-        return self._settings.publish_every * statistics.fmean(row.get("step/publish_s", 0.0) for row in steps)
+        every = self._settings.publish_every
+        paid = [row.get("step/publish_s", 0.0) for row in self._rows if "step/total_s" in row]
+        settled = paid[len(paid) // 5 :]
+        versions = max(1, len(settled) // every)
+        return sum(settled[-versions * every :]) / versions
 
     def generating_s(self) -> float:
         """Seconds per optimizer step in which a collector had something in flight and was not paused."""

@@ -103,11 +103,11 @@ class Calibration:
     filtered.
 
     The trainer: `train_token_s` per token of prompts and responses on one rank, `train_slowdown` >= 1 times as long
-    while an engine generates (they share a machine), `optim_s` and `publish_s` (copying the weights) once per step,
-    `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to vary, mean 1. Weights:
-    `upload_s` during the next step, then an engine pauses for `pause_s`, and its new tokens are withheld for
-    `canary_s` and, where something is running, two passes. `hand_off_s`: from the last group of a batch to the
-    trainer's start on it.
+    while an engine generates (they share a machine), `optim_s` once per step, `publish_s` (copying the weights, scoring
+    the canary) once per version, `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to
+    vary, mean 1. Weights: `upload_s` during the next step, then an engine pauses for `pause_s`, and its new tokens are
+    withheld for `canary_s` and, where something is running, two passes. `hand_off_s`: from the last group of a batch to
+    the trainer's start on it.
 
     `settings` are those of the measured run; `measured_step_s` is its step time (None: nothing was measured).
     """

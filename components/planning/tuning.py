@@ -1,8 +1,8 @@
 """What `leeway tune` tries on a machine, one change at a time, and what it makes of the times measured.
 
 A candidate is a set of overrides with the step time that is expected of it, where that can be told: the planner
-simulates schedules (bound, window, engines against ranks); time in turns on shared cores follows from the parts' own
-speeds. The rest is only measured.
+simulates schedules (bound, window, versions, engines against ranks); time in turns on shared cores follows from the
+parts' own speeds. The rest is only measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import Any
 
 from ..config import Config, ConfigError
 from ..config.errors import words
-from ..config.rules import a_batch_can_come_in_parts
+from ..config.rules import (
+    a_batch_can_come_in_parts,
+    evaluations_meet_published_weights,
+    staleness_is_possible,
+    uses_fit_the_bound,
+)
 from ..monitor import read_metrics
 from .calibration import calibrate, open_run
 from .model import Calibration, Settings
@@ -71,7 +76,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that ran: `step_s`, the median of its settled steps; None: it failed, and `failure` says how."""
+    """A candidate that ran: `step_s`, see `step_seconds`; None: it failed, and `failure` says how."""
 
     candidate: Candidate
     step_s: float | None
@@ -79,15 +84,17 @@ class Trial:
 
 
 def step_seconds(rows: Sequence[Mapping[str, Any]], *, period: int = 1) -> float | None:
-    """A step in seconds, without the first third of them; None if fewer than three, or than `period`, are left.
+    """A step in seconds, without the first third of them; None if fewer than three are left.
 
     Of each `period` steps, which differ by what else is done in them (a version is published), the median of all first
-    ones, of all second ones, and so on; then the mean of these medians.
+    ones, of all second ones, and so on; then the mean of these medians. The mean of all where there are few of each.
     """
     took = [row["step/total_s"] for row in rows if "step/total_s" in row]
     settled = took[max(2, len(took) // 3) :]
-    if len(settled) < max(3, period):
+    if len(settled) < 3:
         return None
+    if len(settled) < 3 * period:
+        return statistics.fmean(settled)
     return statistics.fmean(statistics.median(settled[phase::period]) for phase in range(period))
 
 
@@ -96,9 +103,10 @@ def candidates(
 ) -> list[Candidate]:
     """What is worth a trial, the most promising axis first; each is tried on top of the best so far."""
     cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
+    schedules = _schedules(calibration, keep_lag=keep_lag)
     return [
-        *_schedules(calibration, keep_lag=keep_lag),
-        *_publications(config, calibration),
+        *schedules,
+        *_publications(config, calibration, schedules),
         *(_core_splits(config, calibration, cores) if config.cluster.device == "cpu" else _splits(calibration)),
         *_places(config, calibration.settings),
         *_halves(config, calibration, cores),
@@ -127,20 +135,41 @@ def _schedules(c: Calibration, *, keep_lag: bool) -> list[Candidate]:
     return [Candidate(changed, "bound and window, by simulation", best.step_s)] if changed else []
 
 
-def _publications(config: Config, c: Calibration) -> list[Candidate]:
-    """Fewer versions: each one's proof takes the trainer and the engines their time."""
-    own = c.settings
-    now_s = predict(c, own, events=_EVENTS).step_s
+def _publications(config: Config, c: Calibration, schedules: Sequence[Candidate]) -> list[Candidate]:
+    """Fewer versions: each one's proof takes the trainer and the engines their time. Those that the config takes, as it
+    is and with any of `schedules`, on top of which they may be tried.
+    """
+    now_s = predict(c, c.settings, events=_EVENTS).step_s
     found: dict[int, float] = {}
     for times in FEWER_VERSIONS:
-        fewer = replace(own, publish_every=own.publish_every * times, pull_every=own.pull_every * times)
-        if fewer.is_possible() and config.eval.every % fewer.publish_every == 0:
-            found[fewer.publish_every] = predict(c, fewer, events=_EVENTS).step_s
-    fastest = min(found.values(), default=now_s)
-    if fastest > now_s * (1 - WORTH_IT):
+        fewer = {PUBLISH_EVERY: config.param_server.publish_every * times}
+        if all(_is_taken(_changed(config, {**s.overrides, **fewer})) for s in (Candidate({}, ""), *schedules)):
+            step_s = predict(c, Settings.of(_changed(config, fewer)), events=_EVENTS).step_s
+            if step_s <= now_s * (1 - WORTH_IT):
+                found[fewer[PUBLISH_EVERY]] = step_s
+    if not found:
         return []
-    every = min(n for n, step_s in found.items() if step_s <= fastest * 1.02)
+    every = min(n for n, step_s in found.items() if step_s <= min(found.values()) * 1.02)
     return [Candidate({PUBLISH_EVERY: every}, "fewer versions, by simulation", found[every])]
+
+
+def _changed(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """With these keys of sections changed; nothing is checked."""
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        changed = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def _is_taken(config: Config) -> bool:
+    """Whether the rules on how often versions are published hold."""
+    try:
+        for rule in (staleness_is_possible, uses_fit_the_bound, evaluations_meet_published_weights):
+            rule(config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
@@ -188,9 +217,8 @@ def _halves(config: Config, c: Calibration, cores: int) -> list[Candidate]:
     if config.cluster.device == "cpu" and cores > 1 and s.generators == s.trainers == 1:
         overrides |= _shared("together", cores)
     why = "one half is generated while the environments of the other take their time"
-    halves = config.model_copy(update={"train": config.train.model_copy(update={"stream_groups": groups})})
     try:
-        a_batch_can_come_in_parts(halves)
+        a_batch_can_come_in_parts(_changed(config, {"train.stream_groups": groups}))
     except ConfigError:
         return []
     return [Candidate(overrides, why, in_lockstep=True)]

@@ -126,6 +126,7 @@ def test_every_workload_is_one_that_our_side_takes(
     assert (config.rollout.temperature, config.task.answer_after) == (1.0, None)
     # What the other systems' prompts are made with (`task_files`).
     assert config.task.system_prompt == (peer_workloads.SYSTEM_PROMPT if workload.model == "given" else None)
+    assert config.param_server.publish_every == 1, "whatever the bundled config has"
     assert config.staleness.max_policy_lag == {"lockstep": 0, "lockstep_hf": 0, "bound1": 1, "bound4": 4, "hf4": 4}.get(
         system, 2
     )

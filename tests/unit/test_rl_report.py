@@ -322,8 +322,8 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
         "quarantines": 1,
         "restarts": 2,
         "pulls": 3 + 5,
-        "efficiency": pytest.approx(0.5 / 2),  # with a lag of 2, for steps 3 and 4 all may have been there before
-        "efficiency_steps": [2, 2],
+        "efficiency": pytest.approx(1.0 / 6),  # with a lag of 2, for steps 3 and 4 all may have been there before
+        "efficiency_steps": [1, 2],
         "audit_gap_max": 0.5,
     }
     # 12 s of steps, of which 7 s work; the engines: the mean of both, over four reports of equal length.
@@ -333,14 +333,24 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "efficiency", "counted"),
-    [(0, 2.0 / 6, [3, 4]), (1, 1.5 / 6, [2, 3]), (3, 0.5 / 4, [1, 1]), (4, None, None)],
+    ("bound", "updates", "efficiency", "counted"),
+    [
+        (0, 1, 2.0 / 6, [3, 4]),
+        (1, 1, 1.5 / 6, [2, 3]),
+        (3, 1, 0.5 / 4, [1, 1]),
+        (4, 1, None, None),
+        (7, 1, None, None),
+        (0, 2, 2.0 / 6, [3, 4]),
+        (1, 2, 1.0 / 6, [1, 2]),
+        (3, 2, None, None),
+    ],
 )
-def test_the_share_of_the_limit_leaves_out_steps_that_engines_may_have_finished_before(
-    tmp_path: Path, bound: int, efficiency: float | None, counted: list[int] | None
+def test_the_share_of_the_limit_is_of_whole_batches_that_engines_cannot_have_finished_before(
+    tmp_path: Path, bound: int, updates: int, efficiency: float | None, counted: list[int] | None
 ) -> None:
     a_run(tmp_path)
-    summary = summary_of(read_metrics(tmp_path / "metrics.jsonl"), steps=4, max_policy_lag=bound)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    summary = summary_of(rows, steps=4, max_policy_lag=bound, updates_per_batch=updates)
     assert summary["efficiency"] == (efficiency and pytest.approx(efficiency))
     assert summary["efficiency_steps"] == counted
 

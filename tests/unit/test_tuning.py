@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,13 +275,35 @@ def test_fewer_versions_are_tried_where_one_costs_a_share_of_a_step_and_the_boun
     assert "within the same lag bound" in found.in_words()
 
 
+def test_the_most_versions_that_save_enough_and_leave_every_schedule_possible_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of("stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1")
+    times = {1: 1.0, 2: 0.9625, 3: 0.95}
+
+    def publications(*schedules: Candidate) -> list[dict[str, Any]]:
+        found = tuning._publications(config, calibration(config), schedules)
+        return [dict(candidate.overrides) for candidate in found]
+
+    predicted = lambda _, settings, **__: SimpleNamespace(step_s=times[settings.publish_every])  # noqa: E731
+    monkeypatch.setattr(tuning, "predict", predicted)
+    assert publications() == [{tuning.PUBLISH_EVERY: 3}], "two save less than a twentieth"
+    times[2] = 0.949
+    assert publications() == [{tuning.PUBLISH_EVERY: 2}], "as good as three"
+    times[2], times[3] = 0.94, 0.8
+    assert publications() == [{tuning.PUBLISH_EVERY: 3}]
+    wider = Candidate({"staleness.reorder_window": 8}, "may be found before")
+    assert publications(wider) == [{tuning.PUBLISH_EVERY: 2}], "three and that window are refused"
+
+
 def test_steps_that_differ_by_turns_count_alike() -> None:
     """Every second one pays for a version."""
     rows = [{"step/total_s": s} for s in (9.0, 9.0, 9.0, 9.0, *([1.0, 2.0] * 4), 1.0)]
     assert step_seconds(rows) == 1.0
     assert step_seconds(rows, period=2) == 1.5
     assert step_seconds([*rows[:6], *([{"step/total_s": 9.0}]), *rows[7:]], period=2) == 1.5, "one that took long"
-    assert step_seconds(rows[:6], period=5) is None
+    assert step_seconds(rows, period=5) == pytest.approx(13 / 9), "too few of each"
+    assert step_seconds(rows[:4], period=2) is None
 
 
 def test_only_settled_steps_count() -> None:
