@@ -191,7 +191,10 @@ def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
                     several = _shared("together", cores) | {ENGINES: engines, ENGINE_CORES: cores // engines}
                     why = "engines with fewer cores each, and all cores for the trainer after them"
                     found.append(Candidate(several, why, in_lockstep=True))
-            found.append(Candidate(_shared("turns", cores), "all cores for each side, in turns", expected))
+            turns = _shared("turns", cores)
+            if config.staleness.in_flight == "keep":  # an engine's turn ends with its keys and values
+                turns["staleness.in_flight"] = "recompute"
+            found.append(Candidate(turns, "all cores for each side, in turns", expected))
         for trainer in sorted({1, cores // 2, cores - 1}):
             own = {ENGINE_CORES: cores - trainer, "cluster.cpus_per_trainer": trainer}
             if (cores - trainer, trainer) != (cluster.cpus_per_generator, cluster.cpus_per_trainer):

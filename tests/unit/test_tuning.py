@@ -252,6 +252,12 @@ def test_it_is_said_what_faster_settings_give_up() -> None:
     assert "\n" not in found.in_words().partition("\n  ")[2]
 
 
+def test_in_turns_no_keys_are_kept() -> None:
+    config = config_of("staleness.in_flight=keep")
+    [turns] = [c for c in candidates(config, calibration(config), num_cores=2) if "turns" in c.overrides.values()]
+    config_of("staleness.in_flight=keep", *(f"{key}={value}" for key, value in turns.overrides.items()))
+
+
 def fewer_versions(*overrides: str, publish_s: float) -> list[Candidate]:
     config = config_of("stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1", *overrides)
     found = candidates(config, replace(calibration(config), publish_s=publish_s), num_cores=2)
