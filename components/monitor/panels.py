@@ -181,10 +181,10 @@ def draw_efficiency(ax: Axes, stage: Stage) -> None:
 
 
 def draw_sft_loss(ax: Axes, stage: Stage) -> None:
-    _line(ax, stage.metrics["train/loss/sft"], TRAIN, "training loss")
     loss = stage.metrics["train/loss/sft"]
     final = loss.smoothed(smoothing_window(len(loss.steps)))[-1]
-    _number(ax, loss.steps[-1], final, f"{final:.3g}", TRAIN)
+    # In the legend: beside its point it would lie on the held-out loss's number, which is about as large.
+    _line(ax, loss, TRAIN, f"training loss ({final:.3g} at the end)")
     _evaluations(ax, stage.evaluations("loss_sft"), "held-out loss")
     ax.set_ylim(min(0.0, ax.dataLim.y0), 1.08 * max(ax.dataLim.y1, 1e-9))
     _finish(ax, "Supervised loss (nats per token)", ncols=2)

@@ -603,6 +603,21 @@ def test_no_text_of_the_picture_overlaps_another() -> None:
 
 
 @pytest.mark.slow
+def test_the_last_numbers_of_training_and_held_out_loss_do_not_lie_on_each_other() -> None:
+    from leeway.monitor.curves import build_figure
+
+    rows: list[dict[str, Any]] = [{"step": step, "train/loss/sft": 1 / step} for step in range(1, 33)]
+    rows += [{"step": step, "eval/held_out/loss_sft": loss} for step, loss in ((0, 3.1), (32, 0.032))]
+    figure = build_figure([("sft", read_series(rows))])
+    figure.draw_without_rendering()
+    ax = panels(figure)["Supervised loss"]
+    assert legend(ax)[0] == "training loss (0.0318 at the end)", "the mean of the last steps"
+    assert [text.get_text() for text in ax.texts] == ["3.1", "0.032"]
+    one, other = (text.get_window_extent() for text in ax.texts)
+    assert not one.overlaps(other)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "titles"),
     [
