@@ -247,7 +247,7 @@ def plan(
         float | None, typer.Option("--sync-s", metavar="X", help="Seconds that an engine pauses to load new weights.")
     ] = None,
     publish_s: Annotated[
-        float | None, typer.Option("--publish-s", metavar="X", help="Seconds that gathering weights adds to a step.")
+        float | None, typer.Option("--publish-s", metavar="X", help="Seconds that publishing a version adds to a step.")
     ] = None,
     environment_s: Annotated[
         str | None,
