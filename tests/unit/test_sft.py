@@ -200,4 +200,4 @@ def test_the_picture_shows_the_held_out_loss() -> None:
     [axes] = build_figure([("sft", read_series(rows))]).axes
     legend = axes.get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["training loss", "held-out loss"]
+    assert [text.get_text() for text in legend.get_texts()] == ["training loss (2.2 at the end)", "held-out loss"]
