@@ -273,5 +273,6 @@ def goodbye(summary: dict[str, Any]) -> list[str]:
         lines.append(f"{restarts} times a generator died or hung, and was replaced: see the warnings above")
     if (efficiency := summary["efficiency"]) is not None:
         begin, end = summary["efficiency_steps"]
-        lines.append(f"{efficiency:.0%} of the speed limit in steps {begin} to {end}")
+        when = f"step {begin}" if begin == end else f"steps {begin} to {end}"
+        lines.append(f"{efficiency:.0%} of the speed limit in {when}")
     return lines

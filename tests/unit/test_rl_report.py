@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from leeway.config import load_config
 from leeway.driver import rl_report
 from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, describe_time_shares, summary_of
+from leeway.driver.rl_stage import goodbye
 from leeway.failures import PartFailed
 from leeway.monitor import build_monitor, read_metrics
 from leeway.monitor.metrics import reduced
@@ -353,6 +354,12 @@ def test_the_share_of_the_limit_is_of_whole_batches_that_engines_cannot_have_fin
     summary = summary_of(rows, steps=4, max_policy_lag=bound, updates_per_batch=updates)
     assert summary["efficiency"] == (efficiency and pytest.approx(efficiency))
     assert summary["efficiency_steps"] == counted
+    said = [line for line in goodbye(summary | {"eval": {}}) if "speed limit" in line]
+    if efficiency is None or counted is None:
+        assert said == []
+    else:
+        when = "step 1" if counted == [1, 1] else f"steps {counted[0]} to {counted[1]}"
+        assert said == [f"{efficiency:.0%} of the speed limit in {when}"]
 
 
 @pytest.mark.slow

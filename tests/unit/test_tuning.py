@@ -255,7 +255,11 @@ def test_it_is_said_what_faster_settings_give_up() -> None:
 def test_in_turns_no_keys_are_kept() -> None:
     config = config_of("staleness.in_flight=keep")
     [turns] = [c for c in candidates(config, calibration(config), num_cores=2) if "turns" in c.overrides.values()]
-    config_of("staleness.in_flight=keep", *(f"{key}={value}" for key, value in turns.overrides.items()))
+    changed = config_of("staleness.in_flight=keep", *(f"{key}={value}" for key, value in turns.overrides.items()))
+    assert (changed.cluster.placement, changed.staleness.in_flight) == ("turns", "recompute")
+    as_it_is = config_of("staleness.in_flight=off")
+    [turns] = [c for c in candidates(as_it_is, calibration(as_it_is), num_cores=2) if "turns" in c.overrides.values()]
+    assert "staleness.in_flight" not in turns.overrides
 
 
 def fewer_versions(*overrides: str, publish_s: float) -> list[Candidate]:
