@@ -97,7 +97,7 @@ def use() -> None:
 
 
 def _popen(command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **how: Any) -> Any:
-    python, option, code, source, driver, _, modules = command
+    python, option, code, source, driver, _, folder, modules = command
     assert (python, option, code) == (sys.executable, "-c", fork_server.START)
     differ = {name for name in env.keys() | _environ.keys() if env.get(name) != _environ.get(name)}
     if not all(name.startswith(OF_EACH_RUN) for name in differ):
@@ -105,7 +105,7 @@ def _popen(command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence
     with open(os.devnull, "r+b") as nothing:
         return Forked(
             code,
-            *(source, driver, str(DESCRIPTOR), modules),
+            *(source, driver, json.dumps([DESCRIPTOR + n for n in range(len(pass_fds))]), folder, modules),
             env=env,
             stdin=nothing,
             stdout=nothing,

@@ -6,6 +6,7 @@ as "pkg.module:Class".
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -131,12 +132,22 @@ Problems = Callable[[Served], Iterator[tuple[str, str]]]
 """(key, text) of what keeps an engine from running this model on this machine."""
 
 
+@dataclass(frozen=True)
+class Processes:
+    """Of an engine's own: which modules they and their collector load, and in which environment, by the engine's
+    settings, on a CPU.
+    """
+
+    modules: tuple[str, ...]
+    environ: Callable[[EngineOptions], dict[str, str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
     """`target`: its class, "module:Class". `package`: what must be installed, and `without`: what must not be loaded
     into the process of its collector, because another library would. `options`: its settings beside `name`. `adapters`:
     it serves several versions of an adapter at once (`model.lora`). `device_memory`: it opens weights in memory of its
-    device, see `Engine.stage`.
+    device, see `Engine.stage`. `processes`: those that it starts beside its collector's.
     """
 
     target: str
@@ -145,6 +156,7 @@ class EngineKind:
     without: tuple[str, ...] = ()
     adapters: bool = False
     device_memory: bool = False
+    processes: Processes | None = None
     problems: Problems = lambda served: iter(())
 
 
@@ -212,6 +224,24 @@ def _vllm_problems(served: Served) -> Iterator[tuple[str, str]]:
             return
 
 
+def vllm_variables(environ: Mapping[str, str], *, device: str, eager: bool) -> dict[str, str]:
+    """What vLLM reads as it is loaded, or later; `environ`: of the process that it is loaded in."""
+    variables = {"VLLM_LOGGING_LEVEL": environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_NO_USAGE_STATS": "1"}
+    if eager:
+        # "eager" still compiles a few small functions, which costs 16 s at the first request on a CPU and gains
+        # nothing.
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+    if device == "cpu":
+        # Without this, the "uni" executor silently becomes "mp" on CPU, whose worker process spins on a core even when
+        # idle.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
+
+
+def _vllm_process_variables(options: EngineOptions) -> dict[str, str]:
+    return vllm_variables(os.environ, device="cpu", eager=bool(options.model_dump().get("enforce_eager")))
+
+
 ENGINES = {
     "vllm": EngineKind(
         target="leeway.engines.vllm_engine:VllmEngine",
@@ -219,6 +249,17 @@ ENGINES = {
         package="vllm",
         adapters=True,
         device_memory=True,
+        processes=Processes(
+            modules=(
+                "vllm.v1.engine.core",
+                "leeway.engines.vllm_worker",
+                "leeway.engines.vllm_scheduler",
+                "vllm.v1.engine.async_llm",
+                "leeway.engines.vllm_engine",
+                "leeway.collector.collector",
+            ),
+            environ=_vllm_process_variables,
+        ),
         problems=_vllm_problems,
     ),
     "hf": EngineKind(

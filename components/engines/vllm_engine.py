@@ -22,6 +22,7 @@ from ..collector.progress import Progress, Sampled
 from ..config.engines import VllmOptions
 from ..config.inputs import LoraConfig
 from ..failures import Refused
+from ..runtime.forks import engine_forks, started_by
 from ..transports.device_memory import places_to_json
 from ..transports.leases import Lease
 from ..transports.shared_memory import SharedFolder
@@ -135,7 +136,8 @@ class VllmEngine:
         engine_args = AsyncEngineArgs(**(args | arguments))
         if settings.device == "cpu" and engine_args.block_size is None:
             engine_args.block_size = block_size(engine_args)
-        self._llm = AsyncLLM.from_engine_args(engine_args)
+        with engine_forks():
+            self._llm = AsyncLLM.from_engine_args(engine_args)
         vllm_config = self._llm.vllm_config
         head_dtype = str(vllm_config.model_config.head_dtype).removeprefix("torch.")
         if settings.head_dtype not in (None, head_dtype):
@@ -470,7 +472,7 @@ class VllmEngine:
         return [result for result, _ in ranks]
 
     def process_ids(self) -> list[int]:
-        return [child.pid for child in psutil.Process().children(recursive=True)]
+        return started_by(psutil.Process())
 
     def compute_threads(self) -> list[int]:
         return []

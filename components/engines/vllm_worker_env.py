@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ..config.engines import vllm_variables
+
 MANIFEST = "manifest.json"
 PLACES = "places.json"
 """Of buckets in memory of a device."""
@@ -16,18 +18,10 @@ MEMORY_ENV = "LEEWAY_ENGINE_MEMORY"
 
 def prepare(*, device: str, cores: list[int], num_ranks: int, eager: bool) -> None:
     os.environ[PARENT_ENV] = str(os.getpid())
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    if eager:
-        # "eager" still compiles a few small functions, which costs 16 s at the first request on a CPU and gains
-        # nothing.
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    os.environ.update(vllm_variables(os.environ, device=device, eager=eager))
     if device != "cpu":
         return
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would hold instead of what the engine is told
-    # Without this, the "uni" executor silently becomes "mp" on CPU, whose worker process spins on a core even when
-    # idle.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if num_ranks > 1:
         # "auto" wants a NUMA node for each rank. The ranks share the cores, or one if they are fewer.
         each = max(1, len(cores) // num_ranks)

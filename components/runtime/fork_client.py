@@ -1,9 +1,10 @@
-"""Stands in for `python` where Ray starts a worker: has the run's fork server start it, and stays as long as it lives.
+"""Stands in for `python` where Ray starts a worker, or an engine its processes: has a fork server of the run start it,
+and stays as long as it lives.
 
     python -I -S fork_client.py SOCKET COMMAND...
 
-The worker gets all that this process has: arguments, environment, working directory, standard streams, signal mask,
-limits. Signals are passed on, and this process ends as the worker does. Whenever the fork server does not answer, or
+The process gets all that this one has: arguments, environment, working directory, descriptors, cores, signal mask,
+limits. Signals are passed on, and this process ends as that one does. Whenever the fork server does not answer, or
 will not fork, this process becomes COMMAND itself: a run without a fork server is slower, and nothing else.
 
 Runs before anything is imported, so it loads the standard library only, and little of that.
@@ -19,19 +20,23 @@ import sys
 
 ANSWER_S = 20.0
 """The server may still be importing, which takes the worker itself as long; Ray waits 60 s for a worker."""
-LARGEST_ANSWER = 4096
+CONTEXT, FOR_ENGINE = "--serialized-runtime-env-context=", '"LEEWAY_FORK_FOR_ENGINE"'
+"""Of a worker of Ray's that has an engine."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
     address, command = sys.argv[1], sys.argv[2:]
+    if any(option.startswith(CONTEXT) and FOR_ENGINE in option for option in command):
+        address += "-engine"
+    inherited = _open_descriptors()
     # Until they can be passed on.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.settimeout(ANSWER_S)
             server.connect(address)
-            worker = _ask(server, command, blocked)
+            worker = _ask(server, command, blocked, inherited)
         except OSError:  # it is gone, or has no time
             worker = None
         if worker is not None:
@@ -41,10 +46,10 @@ def main() -> None:
     os.execv(command[0], command)
 
 
-def _ask(server: socket.socket, command: list[str], blocked: set[int]) -> int | None:
-    """A descriptor of the worker's process (pidfd); None if the server does not fork.
+def _ask(server: socket.socket, command: list[str], blocked: set[int], inherited: list[int]) -> int | None:
+    """A descriptor of the process that was started (pidfd); None if the server does not fork.
 
-    It forks only when it has this process's word that it still waits: otherwise both would become the worker.
+    It forks only when it has this process's word that it still waits: otherwise both would become it.
     """
     request = {
         "command": command,
@@ -53,9 +58,11 @@ def _ask(server: socket.socket, command: list[str], blocked: set[int]) -> int | 
         "blocked": [int(number) for number in blocked],
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "oom_score": _oom_score(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "numbers": inherited,
     }
     text = json.dumps(request).encode()
-    socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
+    socket.send_fds(server, [len(text).to_bytes(8, "big")], inherited)
     server.sendall(text)
     if not server.recv(1):
         return None
@@ -65,13 +72,19 @@ def _ask(server: socket.socket, command: list[str], blocked: set[int]) -> int | 
     return descriptors[0] if descriptors else None
 
 
+def _open_descriptors() -> list[int]:
+    """With the standard streams; the one that lists them is closed again."""
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    return sorted(number for number in listed if os.path.exists(f"/proc/self/fd/{number}"))
+
+
 def _oom_score() -> str:
     with open("/proc/self/oom_score_adj") as file:
         return file.read()
 
 
 def _stay(server: socket.socket, worker: int, blocked: set[int]) -> int | None:
-    """The worker's exit code, negative for a signal; None if the server, its parent, did not live to tell."""
+    """Its exit code, negative for a signal; None if the server, its parent, did not live to tell."""
 
     def pass_on(number: int, _: object) -> None:
         try:

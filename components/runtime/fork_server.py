@@ -5,33 +5,36 @@ this one first (`ForkServer`), with a socket in the run's scratch folder, which 
 `fork_client` for each worker, which asks here.
 
 A fork copies the thread that forks, and nothing of what other threads were about to do. So the server starts no thread,
-and forks only while it has one. It also forks only for a worker whose environment is its own, because libraries read
-theirs when they are loaded. For any other worker the client does what Ray would have done.
+and forks only while it has one. It also forks only for a process whose environment is its own, because libraries read
+theirs when they are loaded. For any other one the client does what would have been done without a server.
 
 Ray, as it is loaded, reads which cluster and which job a worker is of. Both are known with the first worker: the server
 imports what needs Ray then, and everything else at once.
+
+Engines have processes of their own, which import most of all. A second server, which the first one forks as soon as it
+has all that it imports itself, imports what those need beside it, and is asked for them in the same way.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import json
 import os
-import resource
-import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..importing import not_loading
+from .forks import CLIENT, ENGINE_PYTHON, FOR_ENGINES, SET_BY_RAY, Child, Refused, asked_for, of_ray, set_again
 
 if TYPE_CHECKING:
     from ..config import Stage
@@ -39,46 +42,60 @@ if TYPE_CHECKING:
 CLIENT_S = 5.0
 """A client is a moment old, and does nothing but ask."""
 CLOSE_S = 5.0
-SET_BY_RAY = {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1"}
-"""What Ray sets in a worker that has no such variable, before that loads torch."""
-OF_EACH_WORKER = {"PYTHONPATH"}
-RAYS_OWN = "RAY_"
-"""Variables of this prefix are read when Ray is loaded."""
+MAX_WAITING = 64
+MAX_DESCRIPTORS = 250
+"""Of one process; the system sends no more at a time."""
+STREAMS = (0, 1, 2)
 START = "import sys; sys.path[0] = sys.argv[1]; from leeway.runtime.fork_server import main; main()"
+ENGINES_PYTHON = "engine-python"
+"""In the folder: stands for Python where an engine starts its processes."""
 
 
 @dataclass(frozen=True)
 class Modules:
-    """What the workers of a run import. `before_ray` load no Ray; `without`: packages that they must not load."""
+    """What the workers of a run import. `before_ray` load no Ray; `without`: packages that they must not load.
+
+    `engine`: what processes of an engine import beside it, in an environment with `engine_environ`.
+    """
 
     before_ray: Sequence[str]
     with_ray: Sequence[str]
     without: Sequence[str] = ()
+    engine: Sequence[str] = ()
+    engine_environ: Mapping[str, str] = field(default_factory=dict)
 
 
 class ForkServer:
-    """The driver's side of it. Workers that were started live on when it ends; it ends with the driver."""
+    """The driver's side of it. Processes that were started live on when it ends; it ends with the driver."""
 
     def __init__(self, folder: Path, modules: Modules) -> None:
         """Begins to import `modules`, with the environment that this process has now."""
         self._address = str(folder / "fork")
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(self._address)
-            listening.listen(64)  # clients wait in line while it imports
-            settings = [Path(__file__).parents[2], os.getpid(), listening.fileno(), json.dumps(asdict(modules))]
+        addresses = [self._address]
+        if modules.engine:
+            addresses.append(self._address + FOR_ENGINES)
+            python = folder / ENGINES_PYTHON
+            python.write_text(f'#!/bin/sh\nexec {shlex.join(_command(addresses[1], [sys.executable]))} "$@"\n')
+            python.chmod(0o700)
+        with ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in addresses]
+            for listening, address in zip(sockets, addresses, strict=True):
+                listening.bind(address)
+                listening.listen(MAX_WAITING)  # clients wait in line while it imports
+            descriptors = [listening.fileno() for listening in sockets]
+            settings = [json.dumps(descriptors), str(folder), json.dumps(asdict(modules))]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, *map(str, settings)],
+                [sys.executable, "-c", START, str(Path(__file__).parents[2]), str(os.getpid()), *settings],
                 env={**SET_BY_RAY, **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[listening.fileno()],
+                pass_fds=descriptors,
                 start_new_session=True,  # Ctrl-C is for the driver
             )
 
     def command(self, worker: Sequence[str]) -> list[str]:
         """Starts what the command `worker` would start."""
-        client = Path(__file__).with_name("fork_client.py")
-        return [sys.executable, "-I", "-S", str(client), self._address, *worker]
+        return _command(self._address, worker)
 
     def close(self) -> None:
         self._process.terminate()
@@ -89,111 +106,66 @@ class ForkServer:
             self._process.wait()
 
 
-class Refused(Exception):
-    """Why a worker is not forked."""
+def _command(address: str, command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-S", str(CLIENT), address, *command]
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One of Ray's workers, and what it inherits from its client."""
-
-    script: str
-    options: list[str]
-    python_path: list[str]
-    environ: dict[str, str]
-    folder: str
-    blocked: list[int]
-    open_files: list[int]
-    oom_score: str
-    streams: list[int]
-
-    @classmethod
-    def asked_for(cls, text: bytes, streams: list[int]) -> Worker:
-        """Raises Refused if Ray would start it in another way than `python default_worker.py ...`."""
-        asked = json.loads(text)
-        python, setup, script, *options = asked.pop("command")
-        if (python, Path(setup).name, Path(script).name) != (sys.executable, "setup_worker.py", "default_worker.py"):
-            raise Refused("it is no worker that Ray starts with this Python")
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        parser.add_argument("--language")
-        parser.add_argument("--serialized-runtime-env-context", type=json.loads, default={})
-        setup_options, options = parser.parse_known_args(options)
-        context = setup_options.serialized_runtime_env_context
-        variables = context.pop("env_vars", {})
-        if (
-            setup_options.language != "PYTHON"
-            or context.pop("py_executable", python) != python
-            or any(context.values())
-        ):
-            raise Refused("its runtime environment changes the command")
-        if set(variables) - {"PYTHONPATH"}:
-            raise Refused("its runtime environment sets variables")
-        environ = {**asked.pop("environ"), **variables}
-        return cls(script, options, _entries(environ), environ, streams=streams, **asked)
-
-    def run(self) -> None:
-        """Become this worker."""
-        for number, stream in enumerate(self.streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        os.chdir(self.folder)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files[0], self.open_files[1]))
-        Path("/proc/self/oom_score_adj").write_text(self.oom_score)
-        sys.argv = [self.script, *self.options]
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed()  # Python's own generator is seeded anew in every child, torch's in no process
-        gc.enable()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-        runpy.run_path(self.script, run_name="__main__")
-
-
-@dataclass(frozen=True)
-class _Child:
+class _Forked:
     pid: int
     ended: int
     client: socket.socket
 
 
 class Server:
-    """Serves clients until `driver` is gone (a descriptor of its process)."""
+    """Serves clients until `owner` is gone (a descriptor of its process)."""
 
-    def __init__(self, listening: socket.socket, driver: int, modules: Modules) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        owner: int,
+        modules: Modules,
+        *,
+        for_engines: socket.socket | None = None,
+        variables: Mapping[str, str],
+    ) -> None:
+        """`for_engines`: where another server listens, which this one forks. `variables`: of all that it forks."""
         self._listening = listening
         self._modules = modules
+        self._for_engines = for_engines
+        self._variables = variables
         self._ray: dict[str, str] | None = None
-        self._driver = driver
+        self._owner = owner
         self._environ = dict(os.environ)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(driver, selectors.EVENT_READ)
+        self._selector.register(owner, selectors.EVENT_READ)
         self._selector.register(listening, selectors.EVENT_READ)
-        self._children: dict[int, _Child] = {}
+        self._forked: dict[int, _Forked] = {}
 
-    def serve(self) -> Worker | None:
-        """Returns what to become in each child, and None in the server itself at its end."""
+    def serve(self) -> Callable[[], None]:
+        """Returns what to do: in each child, and in the server itself at its end."""
         self._import(self._modules.before_ray)
         while True:
             for key, _ in self._selector.select():
-                if key.fileobj == self._driver:
-                    return None
+                if key.fileobj == self._owner:
+                    return _end
                 if key.fileobj is self._listening:
                     client, _ = self._listening.accept()
-                    if (worker := self._answer(client)) is not None:
-                        return worker
-                elif key.data in self._children:
-                    self._look_after(self._children[key.data], key.fileobj)
+                    if (become := self._answer(client) or self._begin_engines()) is not None:
+                        return become
+                elif key.data in self._forked:
+                    self._look_after(self._forked[key.data], key.fileobj)
 
-    def _answer(self, client: socket.socket) -> Worker | None:
+    def _answer(self, client: socket.socket) -> Callable[[], None] | None:
         """Fork, or close the connection, which tells the client that it is on its own."""
-        streams: list[int] = []
+        received: list[int] = []
         try:
             client.settimeout(CLIENT_S)
-            text, streams = _read(client)
-            worker = Worker.asked_for(text, streams)
-            self._check(worker)
+            text, received = _read(client)
+            child = asked_for(text, received)
+            child.check(self._environ, self._ray)
             if self._ray is None:
-                self._load_ray(worker)
+                self._load_ray(child)
             client.sendall(b"?")
             if not client.recv(1):
                 raise ConnectionError("it waits no longer")
@@ -201,38 +173,33 @@ class Server:
                 raise Refused(f"the fork server has {num_threads} threads, expected 1")
             if "ray" in sys.modules and _next_id() == _next_id():
                 raise Refused("a module has drawn a number from Ray, so that all workers would draw the same ones")
+            own = {*STREAMS, *received, *map(_number, [client, *self._own()])}
+            if taken := child.descriptors.keys() & (set(_open_descriptors()) - own):
+                raise Refused(f"a module has the descriptors {sorted(taken)} open")
             gc.freeze()  # a child's collections would write to every page that it shares
             pid = os.fork()
         except (Refused, OSError) as error:
-            print(f"fork server: a worker starts by itself: {error}", file=sys.stderr, flush=True)
+            print(f"fork server: a process starts by itself: {error}", file=sys.stderr, flush=True)
             client.close()
-            _close(streams)
+            for descriptor in received:
+                os.close(descriptor)
+            if self._ray is None and self._for_engines is not None:  # it will hardly begin: let nobody wait for it
+                self._for_engines.close()
+                self._for_engines = None
             return None
         if pid == 0:
-            self._become_child(client, worker)
-            return worker
-        _close(streams)
-        child = _Child(pid, os.pidfd_open(pid), client)
-        self._children[pid] = child
-        for source in (child.ended, client):
+            self._become(client, child)
+            return child.run
+        for descriptor in received:
+            os.close(descriptor)
+        forked = _Forked(pid, os.pidfd_open(pid), client)
+        self._forked[pid] = forked
+        for source in (forked.ended, client):
             self._selector.register(source, selectors.EVENT_READ, pid)
         return None
 
-    def _check(self, worker: Worker) -> None:
-        """Raises Refused if the worker would not be what it is when started by itself."""
-        theirs, ours = {**SET_BY_RAY, **worker.environ}, self._environ
-        known = {*OF_EACH_WORKER, *(_of_ray(theirs) if self._ray is None else ())}
-        differ = {name for name in (theirs.keys() | ours.keys()) - known if theirs.get(name) != ours.get(name)}
-        if differ:
-            raise Refused(f"{', '.join(sorted(differ))} differ from the fork server's")
-        more = _more(worker.python_path, _entries(ours))
-        loaded = {name.split(".")[0] for name in sys.modules}
-        hidden = {entry.split(".")[0] for folder in more if os.path.isdir(folder) for entry in os.listdir(folder)}
-        if hidden & loaded:
-            raise Refused(f"its own modules {sorted(hidden & loaded)} have names of modules that are loaded")
-
-    def _load_ray(self, worker: Worker) -> None:
-        self._ray = _of_ray(worker.environ)
+    def _load_ray(self, child: Child) -> None:
+        self._ray = of_ray(child.environ)
         # No more than that: setproctitle finds the memory for titles by the environment as it was.
         os.environ.update({name: value for name, value in self._ray.items() if os.environ.get(name) != value})
         self._environ |= self._ray
@@ -243,49 +210,70 @@ class Server:
             for module in modules:
                 importlib.import_module(module)
 
-    def _become_child(self, client: socket.socket, worker: Worker) -> None:
+    def _begin_engines(self) -> Callable[[], None] | None:
+        """As `serve`, in a child: it has loaded what this one has, and serves engines from then on."""
+        if self._for_engines is None or self._ray is None:
+            return None
+        server = os.pidfd_open(os.getpid())
+        listening, modules = self._for_engines, self._modules
+        if os.fork():
+            os.close(server)
+            listening.close()
+            self._for_engines = None
+            return None
+        self._for_engines = None
+        for own in self._own():
+            _close(own)
+        os.environ.update(modules.engine_environ)
+        set_again()
+        engines = Server(listening, server, Modules(modules.engine, ()), variables=self._variables)
+        engines._ray, engines._environ = self._ray, self._environ
+        return engines.serve()
+
+    def _own(self) -> list[Any]:
+        """What it has open."""
+        own: list[Any] = [self._listening, self._selector, self._owner]
+        if self._for_engines is not None:
+            own.append(self._for_engines)
+        for forked in self._forked.values():
+            own += [forked.client, forked.ended]
+        return own
+
+    def _become(self, client: socket.socket, child: Child) -> None:
         os.setpgid(0, 0)  # Ray ends a worker by its process group
-        own = os.pidfd_open(os.getpid())
+        process = os.pidfd_open(os.getpid())
         try:
-            socket.send_fds(client, [b"!"], [own])
+            socket.send_fds(client, [b"!"], [process])
         except OSError:
             os._exit(1)
-        os.close(own)
-        self._listening.close()
-        for child in self._children.values():
-            child.client.close()
-            os.close(child.ended)
-        client.close()
-        os.close(self._driver)
-        self._selector.close()
-        imported = {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
+        for own in (process, client, *self._own()):
+            _close(own)
+        child.prepare()
+        environ = {**child.environment(self._environ), **self._variables}
+        path = child.path(sys.argv[1], self._environ)
         os.environ.clear()
-        os.environ.update({**worker.environ, **imported})
-        # In place of this source's folder: where Python has the folder of a script.
+        os.environ.update(environ)
         here = sys.path.index(sys.argv[1])
-        sys.path[here : here + 1] = [
-            os.path.dirname(worker.script),
-            *_more(worker.python_path, _entries(self._environ)),
-        ]
+        sys.path[here : here + 1] = path
         importlib.invalidate_caches()
 
-    def _look_after(self, child: _Child, source: object) -> None:
+    def _look_after(self, forked: _Forked, source: object) -> None:
         """It has ended, or its client has, which ends it too."""
-        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        pid, status = os.waitpid(forked.pid, os.WNOHANG)
         if not pid:
-            if source is child.client:
-                self._selector.unregister(child.client)
-                signal.pidfd_send_signal(child.ended, signal.SIGKILL)
+            if source is forked.client:
+                self._selector.unregister(forked.client)
+                signal.pidfd_send_signal(forked.ended, signal.SIGKILL)
             return
         try:
-            child.client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            forked.client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         except OSError:  # nobody is there to be told
             pass
         for source in {key.fileobj for key in self._selector.get_map().values() if key.data == pid}:
             self._selector.unregister(source)
-        child.client.close()
-        os.close(child.ended)
-        del self._children[pid]
+        forked.client.close()
+        os.close(forked.ended)
+        del self._forked[pid]
 
 
 def _next_id() -> bytes:
@@ -306,33 +294,31 @@ def _next_id() -> bytes:
     return number
 
 
-def _of_ray(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(RAYS_OWN)}
-
-
-def _more(path: list[str], known: list[str]) -> list[str]:
-    """The folders that come before `known` in `path`. Raises Refused if `known` is not the rest of it."""
-    first = len(path) - len(known)
-    if first < 0 or path[first:] != known:
-        raise Refused("its PYTHONPATH does not end in the fork server's")
-    return path[:first]
-
-
-def _entries(environ: dict[str, str]) -> list[str]:
-    """The folders of PYTHONPATH."""
-    return [os.path.abspath(folder) for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-
-
 def _read(client: socket.socket) -> tuple[bytes, list[int]]:
-    """A client's request, and its standard streams."""
-    length, streams, _, _ = socket.recv_fds(client, 8, 3, socket.MSG_WAITALL)
+    """A client's request, and the descriptors that it has open."""
+    length, descriptors, _, _ = socket.recv_fds(client, 8, MAX_DESCRIPTORS, socket.MSG_WAITALL)
     with client.makefile("rb") as file:
-        return file.read(int.from_bytes(length, "big")), streams
+        return file.read(int.from_bytes(length, "big")), descriptors
 
 
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _end() -> None:
+    """At once: what libraries do at the end is for processes that have used them."""
+    os._exit(0)
+
+
+def _number(own: Any) -> int:
+    return own if isinstance(own, int) else own.fileno()
+
+
+def _close(own: Any) -> None:
+    if isinstance(own, int):
+        os.close(own)
+    else:
+        own.close()
+
+
+def _open_descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
 def modules_of(stages: Sequence[Stage]) -> Modules:
@@ -342,14 +328,20 @@ def modules_of(stages: Sequence[Stage]) -> Modules:
     """
     from ..config.engines import engine_kind
 
-    kinds = [engine_kind(stage.config.rollout.engine_name) for stage in stages if stage.recipe.generates]
+    generating = [stage.config.rollout for stage in stages if stage.recipe.generates]
+    kinds = [engine_kind(rollout.engine_name) for rollout in generating]
     without = set.intersection(*(set(kind.without) for kind in kinds)) if kinds else set()
     before_ray = ["leeway.trainer.actor_critic", "leeway.tasks.prompting"]
     with_ray = ["leeway.replay.assemble", "leeway.replay.buffer", "leeway.replay.storage"]
     if without:  # torchrl's collectors load whatever engines there are
         before_ray.append("leeway.engines.hf_engine")
         with_ray.append("leeway.collector.collector")
-    return Modules(before_ray, with_ray, sorted(without))
+    modules = Modules(before_ray, with_ray, sorted(without))
+    for rollout, kind in zip(generating, kinds, strict=True):
+        if kind.processes is not None:  # of the first stage that has some: another's start by themselves if they differ
+            environ = kind.processes.environ(rollout.engine_options)
+            return replace(modules, engine=kind.processes.modules, engine_environ=environ)
+    return modules
 
 
 def can_fork() -> bool:
@@ -363,11 +355,16 @@ def can_fork() -> bool:
 
 def main() -> None:
     """`leeway` is imported from the first argument: see START."""
-    _, _, driver, listening, modules = sys.argv
+    _, _, driver, descriptors, folder, modules = sys.argv
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until it is a worker
-    with socket.socket(fileno=int(listening)) as listening_socket:
-        worker = Server(listening_socket, os.pidfd_open(int(driver)), Modules(**json.loads(modules))).serve()
-    if worker is not None:
-        worker.run()
+    listening, *for_engines = (socket.socket(fileno=number) for number in json.loads(descriptors))
+    server = Server(
+        listening,
+        os.pidfd_open(int(driver)),
+        Modules(**json.loads(modules)),
+        for_engines=next(iter(for_engines), None),
+        variables={ENGINE_PYTHON: f"{folder}/{ENGINES_PYTHON}"} if for_engines else {},
+    )
+    server.serve()()

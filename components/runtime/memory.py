@@ -21,7 +21,7 @@ PARTS = {
     "ray::AuxiliaryActor": "auxiliary",
 }
 """By what a process's title begins with. Ray's own processes hold the object store; the rest serve environments."""
-_RAY = re.compile(r"raylet|gcs_server|/ray/|ray::")
+_RAY = re.compile(r"raylet|gcs_server|/ray/|ray::|fork_client|fork_server")
 _KIB = 2**20  # KiB in a GiB
 
 

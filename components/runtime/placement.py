@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from ..config import Config, Needs, derive
 from ..config.derived import devices_of_copy
+from ..config.engines import engine_kind
 from ..config.inputs import AuxiliaryModel
+from .forks import FOR_ENGINE
 
 
 async def _as_they_are(config: Config) -> Config:
@@ -102,6 +104,7 @@ class OwnMachine:
         self._cores = assign_cores(config, recipe)
         self._free, self._others = beside_engines(self._cores)
         self._on_gpu = config.cluster.device == "cuda"
+        self._loads_ahead = not self._on_gpu and engine_kind(config.rollout.engine_name).processes is not None
         self._run_dir = run_dir
 
     async def trainer(self, rank: int) -> Place:
@@ -109,6 +112,8 @@ class OwnMachine:
 
     async def generator(self, index: int, options: dict[str, Any]) -> Place:
         cores = self._cores.engines
+        if self._loads_ahead:
+            options = {**options, "runtime_env": {"env_vars": {FOR_ENGINE: "1"}}}
         return Place(options=options, cores=cores[index % len(cores)], folder=self._run_dir)
 
     async def auxiliary(self, role: str, model: AuxiliaryModel) -> Place:

@@ -1,0 +1,322 @@
+"""What a fork server starts, as processes ask for it: Ray's workers, and processes of Python's `multiprocessing`."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import importlib.util
+import json
+import multiprocessing
+import multiprocessing.spawn
+import os
+import re
+import resource
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+SET_BY_RAY = {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1"}
+"""What Ray sets in a worker that has no such variable, before that loads torch."""
+FOR_ENGINE = "LEEWAY_FORK_FOR_ENGINE"
+"""Set for a worker that has an engine, by its runtime environment: it is forked of what engines have loaded."""
+OF_EACH = {"PYTHONPATH", FOR_ENGINE}
+RAYS_OWN = "RAY_"
+"""Variables of this prefix are read when Ray is loaded."""
+THREADS = "OMP_NUM_THREADS"
+SET_AGAIN = {THREADS, "TORCH_COMPILE_DISABLE", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"}
+"""What torch has read: see `set_again`."""
+READ_LATER = {
+    "LOCAL_WORLD_SIZE",
+    "NUMEXPR_MAX_THREADS",
+    "OMP_NUM_THREADS_SET_BY_VLLM",
+    "PYTHONBREAKPOINT",
+    "RAY_ADDRESS",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+}
+"""What vLLM and Ray set for processes of an engine, and nothing has read that it loads."""
+PRELOAD = "LD_PRELOAD"
+OURS = "LEEWAY_"
+"""No library reads variables of this prefix."""
+
+
+CLIENT = Path(__file__).with_name("fork_client.py")
+FOR_ENGINES = "-engine"
+"""Added to the address of the first fork server: that of the one for engines, which `fork_client` knows too."""
+ENGINE_PYTHON = "LEEWAY_ENGINE_PYTHON"
+"""Names what to start in place of Python, where a fork server knows processes of engines."""
+
+
+class Refused(Exception):
+    """Why a process is not forked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A process to be, and what it inherits from its client. `descriptors`: by the number that each has there."""
+
+    environ: dict[str, str]
+    folder: str
+    blocked: list[int]
+    open_files: list[int]
+    oom_score: str
+    cores: list[int]
+    descriptors: dict[int, int]
+
+    def check(self, environ: Mapping[str, str], ray: Mapping[str, str] | None) -> None:
+        """Raises Refused if it would not be what it is when started by itself.
+
+        `environ`: in which the server has loaded what it has; `ray`: in which it has loaded Ray, None before that.
+        """
+        loaded = {name.split(".")[0] for name in sys.modules}
+        more = _more(self.environ, environ)
+        hidden = {entry.split(".")[0] for folder in more if os.path.isdir(folder) for entry in os.listdir(folder)}
+        if hidden & loaded:
+            raise Refused(f"its own modules {sorted(hidden & loaded)} have names of modules that are loaded")
+
+    def prepare(self) -> None:
+        """In the process, which still has the server's environment."""
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Of the process to be; `environ`: in which the server has loaded what it has."""
+        raise NotImplementedError
+
+    def path(self, here: str, environ: Mapping[str, str]) -> list[str]:
+        """In place of this source's folder, `here`: where Python has the folder of a script."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Become this process."""
+        self._take_descriptors()
+        os.chdir(self.folder)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files[0], self.open_files[1]))
+        Path("/proc/self/oom_score_adj").write_text(self.oom_score)
+        os.sched_setaffinity(0, self.cores)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # Python's own generator is seeded anew in every child, torch's in no process
+        gc.enable()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        self._main()
+
+    def _take_descriptors(self) -> None:
+        above = 1 + max(*self.descriptors, *self.descriptors.values())
+        moved = {number: fcntl.fcntl(own, fcntl.F_DUPFD, above) for number, own in self.descriptors.items()}
+        for own in self.descriptors.values():
+            os.close(own)
+        for number, own in moved.items():
+            os.dup2(own, number)
+            os.close(own)
+
+    def _main(self) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker(Child):
+    """One of Ray's workers."""
+
+    script: str
+    options: list[str]
+
+    @classmethod
+    def asked_for(
+        cls, command: Sequence[str], environ: dict[str, str], descriptors: dict[int, int], **asked: Any
+    ) -> Self:
+        """Raises Refused if Ray would start it in another way than `python default_worker.py ...`."""
+        python, setup, script, *options = command
+        if (python, Path(setup).name, Path(script).name) != (sys.executable, "setup_worker.py", "default_worker.py"):
+            raise Refused("it is no worker that Ray starts with this Python")
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--language")
+        parser.add_argument("--serialized-runtime-env-context", type=json.loads, default={})
+        setup_options, options = parser.parse_known_args(options)
+        context = setup_options.serialized_runtime_env_context
+        variables = context.pop("env_vars", {})
+        if (
+            setup_options.language != "PYTHON"
+            or context.pop("py_executable", python) != python
+            or any(context.values())
+        ):
+            raise Refused("its runtime environment changes the command")
+        if set(variables) - OF_EACH:
+            raise Refused("its runtime environment sets variables")
+        return cls(script=script, options=options, environ={**environ, **variables}, descriptors=descriptors, **asked)
+
+    def check(self, environ: Mapping[str, str], ray: Mapping[str, str] | None) -> None:
+        theirs = {**SET_BY_RAY, **self.environ}
+        _check_equal(theirs, environ, except_for=() if ray is not None else of_ray(theirs))
+        super().check(environ, ray)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        imported = {name: value for name, value in os.environ.items() if environ.get(name) != value}
+        return {**self.environ, **{name: value for name, value in imported.items() if name not in SET_AGAIN}}
+
+    def path(self, here: str, environ: Mapping[str, str]) -> list[str]:
+        return [os.path.dirname(self.script), *_more(self.environ, environ)]
+
+    def _main(self) -> None:
+        set_again()
+        sys.argv = [self.script, *self.options]
+        runpy.run_path(self.script, run_name="__main__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spawned(Child):
+    """A process that `multiprocessing` starts by its method "spawn"; what it is to do, it reads from its parent."""
+
+    tracker: int
+    pipe: int
+
+    @classmethod
+    def asked_for(cls, command: Sequence[str], **asked: Any) -> Self:
+        """Raises Refused if Python would start it in another way."""
+        numbers = [int(number) for number in re.findall(r"\b(?:tracker_fd|pipe_handle)=(\d+)", " ".join(command))]
+        if len(numbers) == 2:
+            tracker, pipe = numbers
+            spawned = multiprocessing.spawn.get_command_line(tracker_fd=tracker, pipe_handle=pipe)
+            if list(command) == [*map(os.fsdecode, spawned)]:
+                return cls(tracker=tracker, pipe=pipe, **asked)
+        raise Refused("it is no process that multiprocessing starts with this Python")
+
+    def check(self, environ: Mapping[str, str], ray: Mapping[str, str] | None) -> None:
+        if not self.environ.get(THREADS, "").isdigit():
+            raise Refused(f"{THREADS} does not say how many threads it has")
+        # With what was set as it loaded.
+        _check_equal(self.environ, os.environ, except_for={*SET_AGAIN, *READ_LATER, PRELOAD})
+        _check_loaded(self.environ.get(PRELOAD, ""), os.environ.get(PRELOAD, ""))
+        super().check(environ, ray)
+
+    def prepare(self) -> None:
+        if importlib.util.find_spec("setproctitle") is not None:  # vLLM's
+            from setproctitle import getproctitle
+
+            getproctitle()  # it finds the memory for titles by the environment
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        return self.environ
+
+    def path(self, here: str, environ: Mapping[str, str]) -> list[str]:
+        return [here]  # its parent tells
+
+    def _main(self) -> None:
+        set_again()
+        sys.argv = ["-c", "--multiprocessing-fork"]
+        code: Any = 1
+        try:
+            multiprocessing.spawn.spawn_main(pipe_handle=self.pipe, tracker_fd=self.tracker)
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        # As multiprocessing ends what it forks: taking apart what is loaded takes an engine five seconds.
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def asked_for(text: bytes, descriptors: Sequence[int]) -> Child:
+    """A client's request. Raises Refused."""
+    asked = json.loads(text)
+    asked["descriptors"] = dict(zip(asked.pop("numbers"), descriptors, strict=True))
+    command = asked.pop("command")
+    kind = Spawned if "--multiprocessing-fork" in command else Worker
+    return kind.asked_for(command, **asked)
+
+
+def set_again() -> None:
+    """What torch would have read from this environment if it were loaded now."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    if (num_threads := int(os.environ.get(THREADS, SET_BY_RAY[THREADS]))) != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
+    if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+        dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+        inductor.cpp.dynamic_threads = os.environ.get("TORCHINDUCTOR_CPP_DYNAMIC_THREADS") == "1"
+
+
+def of_ray(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(RAYS_OWN)}
+
+
+def _check_equal(theirs: Mapping[str, str], ours: Mapping[str, str], *, except_for: Iterable[str]) -> None:
+    known = {*OF_EACH, *except_for}
+    names = {name for name in theirs.keys() | ours.keys() if name not in known and not name.startswith(OURS)}
+    if differ := sorted(name for name in names if theirs.get(name) != ours.get(name)):
+        raise Refused(f"{', '.join(differ)} differ from the fork server's")
+
+
+def _check_loaded(theirs: str, ours: str) -> None:
+    """vLLM preloads torch's own OpenMP, which is loaded with torch; an allocator, for one, is not."""
+    libraries = set(theirs.split(":")) - set(ours.split(":"))
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    if not_loaded := sorted(library for library in libraries if os.path.realpath(library) not in loaded):
+        raise Refused(f"{PRELOAD} has {', '.join(not_loaded)}, which the fork server has not loaded")
+
+
+def _more(environ: Mapping[str, str], known: Mapping[str, str]) -> list[str]:
+    """The folders that come first in PYTHONPATH. Raises Refused if those of `known` are not the rest."""
+    path, rest = _entries(environ), _entries(known)
+    first = len(path) - len(rest)
+    if first < 0 or path[first:] != rest:
+        raise Refused("its PYTHONPATH does not end in the fork server's")
+    return path[:first]
+
+
+def _entries(environ: Mapping[str, str]) -> list[str]:
+    return [os.path.abspath(folder) for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+@contextmanager
+def engine_forks() -> Iterator[None]:
+    """What `multiprocessing` spawns meanwhile is forked where this run has a server for that."""
+    python, before = os.environ.get(ENGINE_PYTHON), multiprocessing.spawn.get_executable()
+    if python is None:
+        yield
+        return
+    resource_tracker.ensure_running()  # started with the first process otherwise, and no process of an engine
+    multiprocessing.set_executable(python)
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(before)
+
+
+def started_by(process: psutil.Process) -> list[int]:
+    """Processes that it and those have started, with those that were forked for them."""
+    try:
+        children = [child.pid for child in process.children(recursive=True)]
+    except psutil.NoSuchProcess:  # it has ended
+        return []
+    found: list[int] = []
+    for child in children:
+        found.append(child)
+        for forked in _forked_for(child):
+            with suppress(psutil.NoSuchProcess):
+                found += [forked, *started_by(psutil.Process(forked))]
+    return found
+
+
+def _forked_for(client: int) -> Iterator[int]:
+    """The process that a `fork_client` stays for, of which it has a descriptor."""
+    try:
+        if CLIENT.name not in Path(f"/proc/{client}/cmdline").read_text():
+            return
+        for descriptor in Path(f"/proc/{client}/fdinfo").iterdir():
+            for line in descriptor.read_text().splitlines():
+                if line.startswith("Pid:") and (pid := int(line.removeprefix("Pid:"))) > 0:
+                    yield pid
+    except OSError:  # it has ended
+        return
