@@ -41,7 +41,7 @@ START_S, END_S = 240.0, 180.0
 WORDS = {
     "trainer": "TrainerActor",
     "generator": "CollectorActor",
-    "engine": r"EngineCore|multiprocessing\.spawn",
+    "engine": r"EngineCore|^(?!\S+ \S+ -I -S ).*multiprocessing\.spawn",
     "replay": "ReplayBufferActor",
     "param_server": "ParameterServerActor",
     "raylet": "/raylet/raylet",

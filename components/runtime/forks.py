@@ -237,13 +237,16 @@ def asked_for(text: bytes, descriptors: Sequence[int]) -> Child:
 
 def set_again() -> None:
     """What torch would have read from this environment if it were loaded now."""
-    if (torch := sys.modules.get("torch")) is None:
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
         return
     if (num_threads := int(os.environ.get(THREADS, SET_BY_RAY[THREADS]))) != torch.get_num_threads():
         torch.set_num_threads(num_threads)
-    if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+    dynamo: Any = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None:
         dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-    if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if inductor is not None:
         inductor.cpp.dynamic_threads = os.environ.get("TORCHINDUCTOR_CPP_DYNAMIC_THREADS") == "1"
 
 
@@ -295,17 +298,18 @@ def engine_forks() -> Iterator[None]:
 
 
 def started_by(process: psutil.Process) -> list[int]:
-    """Processes that it and those have started, with those that were forked for them."""
+    """Processes that it and those have started; in place of a client, the process that was forked for it."""
     try:
         children = [child.pid for child in process.children(recursive=True)]
     except psutil.NoSuchProcess:  # it has ended
         return []
     found: list[int] = []
     for child in children:
-        found.append(child)
-        for forked in _forked_for(child):
+        forked = [*_forked_for(child)]
+        found += forked or [child]
+        for pid in forked:
             with suppress(psutil.NoSuchProcess):
-                found += [forked, *started_by(psutil.Process(forked))]
+                found += started_by(psutil.Process(pid))
     return found
 
 

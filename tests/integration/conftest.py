@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -170,10 +171,12 @@ def command_line(process: psutil.Process) -> str:
 # vLLM's title for its engine, or the command line of its start: setproctitle writes no title if the first variable of
 # the environment was changed before, and the order of Ray's is a matter of chance.
 ENGINE = ("EngineCore", "multiprocessing.spawn")
+CLIENT = re.compile(r"\S+ \S+ -I -S \S+/fork_client\.py ")
 
 
 def part_of(command: Any, *words: str) -> psutil.Process:
-    named = [(command_line(p), p) for p in command.processes()]
+    """Never what stands for a process that was forked for it, and has what that was asked for in its command line."""
+    named = [(name, p) for p in command.processes() if not CLIENT.match(name := command_line(p))]
     found = [process for name, process in named if any(word in name for word in words)]
     assert found, "\n".join([command.output(), *(f"{p.pid} {name[:100]}" for name, p in named)])
     return found[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ANY_ENGINE, command_line
+from .conftest import ANY_ENGINE, CLIENT, ENGINE, command_line
 
 REWARD = """
 from helper_beside import WORDS
@@ -50,7 +50,7 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
     names = [command_line(process) for process in command.processes()]
     assert sum("AuxiliaryActor" in name for name in names) == 3, names
     # An engine has vLLM's title, or the command line of its start if none could be set (see test_endings.py).
-    vllms = sum("EngineCore" in name or "multiprocessing.spawn" in name for name in names)
+    vllms = sum(any(word in name for word in ENGINE) and not CLIENT.match(name) for name in names)
     assert vllms == (engine == "vllm"), names
     # The policy before its first step is the second model: greedily, both say the same.
     assert [r["eval/held_out/rewards/agrees"] for r in rows if "eval/held_out/rewards/agrees" in r] == [1.0]

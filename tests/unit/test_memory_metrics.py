@@ -64,6 +64,8 @@ def test_without_a_run_there_is_this_process_alone(monkeypatch):
         ("VLLM::Worker_TP1", "generator"),
         ("ray::ReplayBufferActor.take", "replay"),
         ("/x/ray/core/src/ray/raylet/raylet --raylet_socket_name=x", "ray"),
+        ("python -c import sys; from leeway.runtime.fork_server import main; main() 7", "ray"),
+        ("python -I -S /x/fork_client.py /tmp/fork python setup_worker.py", "ray"),
         ("python -c jail", "environment"),
         ("", "environment"),
     ],

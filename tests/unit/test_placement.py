@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from leeway.config import Config, derive, find_recipe
+from leeway.runtime.forks import FOR_ENGINE
 from leeway.runtime.placement import Cores, OwnMachine, assign_cores, beside_engines, keep_on
 
 
@@ -120,6 +122,20 @@ def test_a_collector_shares_cores_with_the_engine_in_its_process_unless_some_are
         machine.keep_off_engines({"pid": process.pid, "compute_threads": []})  # its engine is another process
         assert os.sched_getaffinity(process.pid) == {two[1]}
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "ahead"), [("vllm", "cpu", True), ("hf", "cpu", False), ("vllm", "cuda", False)]
+)
+def test_a_generator_whose_engine_has_processes_is_forked_of_what_they_load(
+    engine: str, device: str, ahead: bool, tmp_path: Path
+) -> None:
+    config = config_of(device=device)
+    rollout = config.rollout.model_copy(update={"engine": {"name": engine}})
+    config = config.model_copy(update={"rollout": rollout})
+    place = asyncio.run(OwnMachine(config, find_recipe("async_rl"), tmp_path).generator(0, {"num_gpus": 0}))
+    wanted = {"runtime_env": {"env_vars": {FOR_ENGINE: "1"}}} if ahead else {}
+    assert place.options == {"num_gpus": 0, **wanted}
 
 
 def test_a_process_is_kept_on_cores_with_all_its_threads():
