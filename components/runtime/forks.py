@@ -30,6 +30,8 @@ SET_BY_RAY = {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1"}
 FOR_ENGINE = "LEEWAY_FORK_FOR_ENGINE"
 """Set for a worker that has an engine, by its runtime environment: it is forked of what engines have loaded."""
 OF_EACH = {"PYTHONPATH", FOR_ENGINE}
+OF_A_SHELL = {"PWD", "OLDPWD", "SHLVL", "_"}
+"""What a shell sets that stands between two processes, for itself."""
 RAYS_OWN = "RAY_"
 """Variables of this prefix are read when Ray is loaded."""
 THREADS = "OMP_NUM_THREADS"
@@ -255,7 +257,7 @@ def of_ray(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_equal(theirs: Mapping[str, str], ours: Mapping[str, str], *, except_for: Iterable[str]) -> None:
-    known = {*OF_EACH, *except_for}
+    known = {*OF_EACH, *OF_A_SHELL, *except_for}
     names = {name for name in theirs.keys() | ours.keys() if name not in known and not name.startswith(OURS)}
     if differ := sorted(name for name in names if theirs.get(name) != ours.get(name)):
         raise Refused(f"{', '.join(differ)} differ from the fork server's")

@@ -80,7 +80,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._environ = {**os.environ, **SET_BY_RAY}
+        self._environ = {**os.environ, **SET_BY_RAY, "PWD": "/"}  # where the shell that starts them finds another
         self.scripts = [folder / "setup_worker.py", folder / "default_worker.py"]
         source = str(Path(__file__).resolve().parents[2] / "src")
         for script, text in zip(self.scripts, (SETUP, PARENT.replace("SOURCE", repr(source))), strict=True):
