@@ -72,6 +72,7 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
     assert list(run.dir.glob("stages/async_rl/tensorboard/*tfevents*"))
     assert {"trainer-0", "generator-0", "replay", "param_server"} <= set(summary["processes"])
     assert summary["versions"]["vllm"]
+    assert "starts by itself" not in (run.dir / "logs/driver.log").read_text(), "all were forks"
     assert left_by(quickstart, temporary_of_quickstart) == []
     assert shared
     assert [path for path in shared if path.exists()] == []

@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from leeway.config import plan_run
 from leeway.runtime import fork_client
 from leeway.runtime.fork_server import ForkServer, Modules, modules_of
-from leeway.runtime.forks import ENGINE_PYTHON, FOR_ENGINE, SET_BY_RAY
+from leeway.runtime.forks import ENGINE_PYTHON, FOR_ENGINE, SET_BY_RAY, started_by
 
 pytestmark = pytest.mark.slow  # several processes for each test
 WAIT_S = 120
@@ -125,6 +126,9 @@ class Machine:
 
     def close(self) -> None:
         for worker in self._started:
+            with suppress(psutil.NoSuchProcess):
+                for process in map(psutil.Process, started_by(psutil.Process(worker.pid))):
+                    process.kill()
             worker.kill()
             worker.communicate(timeout=WAIT_S)
         self.server.close()
