@@ -252,7 +252,8 @@ ENGINES = {
         processes=Processes(
             modules=(
                 "vllm.v1.engine.core",
-                "leeway.engines.vllm_worker",
+                "vllm.v1.worker.cpu_worker",
+                "vllm.model_executor.model_loader.reload.layerwise",
                 "leeway.engines.vllm_scheduler",
                 "vllm.v1.engine.async_llm",
                 "leeway.engines.vllm_engine",

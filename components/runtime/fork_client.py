@@ -3,9 +3,9 @@ and stays as long as it lives.
 
     python -I -S fork_client.py SOCKET COMMAND...
 
-The process gets all that this one has: arguments, environment, working directory, descriptors, cores, signal mask,
-limits. Signals are passed on, and this process ends as that one does. Whenever the fork server does not answer, or
-will not fork, this process becomes COMMAND itself: a run without a fork server is slower, and nothing else.
+The process gets what this one has: arguments, environment, working directory, descriptors, cores, signal mask, limit
+of open files. Signals are passed on, and this process ends as that one does. Whenever the fork server does not answer,
+or will not fork, this process becomes COMMAND itself: a run without a fork server is slower, and nothing else.
 
 Runs before anything is imported, so it loads the standard library only, and little of that.
 """
@@ -18,8 +18,12 @@ import signal
 import socket
 import sys
 
-ANSWER_S = 20.0
-"""The server may still be importing, which takes the worker itself as long; Ray waits 60 s for a worker."""
+ANSWER_S = {False: 20.0, True: 30.0}
+"""The server may still be importing, which takes the process itself as long, and more where it has an engine (True).
+Ray waits 60 s for a worker.
+"""
+MAX_DESCRIPTORS = 250
+FOR_ENGINES = "-engine"
 CONTEXT, FOR_ENGINE = "--serialized-runtime-env-context=", '"LEEWAY_FORK_FOR_ENGINE"'
 """Of a worker of Ray's that has an engine."""
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -28,13 +32,15 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signa
 def main() -> None:
     address, command = sys.argv[1], sys.argv[2:]
     if any(option.startswith(CONTEXT) and FOR_ENGINE in option for option in command):
-        address += "-engine"
+        address += FOR_ENGINES
     inherited = _open_descriptors()
+    if len(inherited) > MAX_DESCRIPTORS:
+        os.execv(command[0], command)
     # Until they can be passed on.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX) as server:
         try:
-            server.settimeout(ANSWER_S)
+            server.settimeout(ANSWER_S[address.endswith(FOR_ENGINES)])
             server.connect(address)
             worker = _ask(server, command, blocked, inherited)
         except OSError:  # it is gone, or has no time

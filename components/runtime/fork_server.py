@@ -17,12 +17,13 @@ has all that it imports itself, imports what those need beside it, and is asked 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import importlib
 import json
 import os
 import selectors
-import shlex
 import signal
 import socket
 import subprocess
@@ -34,7 +35,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..importing import not_loading
-from .forks import CLIENT, ENGINE_PYTHON, FOR_ENGINES, SET_BY_RAY, Child, Refused, asked_for, of_ray, set_again
+from .forks import (
+    ENGINE_FORKS,
+    FOR_ENGINES,
+    MAX_DESCRIPTORS,
+    SET_BY_RAY,
+    Child,
+    Refused,
+    asked_for,
+    client_of,
+    of_ray,
+    open_descriptors,
+    set_again,
+)
 
 if TYPE_CHECKING:
     from ..config import Stage
@@ -43,12 +56,9 @@ CLIENT_S = 5.0
 """A client is a moment old, and does nothing but ask."""
 CLOSE_S = 5.0
 MAX_WAITING = 64
-MAX_DESCRIPTORS = 250
-"""Of one process; the system sends no more at a time."""
 STREAMS = (0, 1, 2)
+PR_SET_PDEATHSIG = 1
 START = "import sys; sys.path[0] = sys.argv[1]; from leeway.runtime.fork_server import main; main()"
-ENGINES_PYTHON = "engine-python"
-"""In the folder: stands for Python where an engine starts its processes."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +84,13 @@ class ForkServer:
         addresses = [self._address]
         if modules.engine:
             addresses.append(self._address + FOR_ENGINES)
-            python = folder / ENGINES_PYTHON
-            python.write_text(f'#!/bin/sh\nexec {shlex.join(_command(addresses[1], [sys.executable]))} "$@"\n')
-            python.chmod(0o700)
         with ExitStack() as stack:
             sockets = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in addresses]
             for listening, address in zip(sockets, addresses, strict=True):
                 listening.bind(address)
                 listening.listen(MAX_WAITING)  # clients wait in line while it imports
             descriptors = [listening.fileno() for listening in sockets]
-            settings = [json.dumps(descriptors), str(folder), json.dumps(asdict(modules))]
+            settings = [json.dumps(descriptors), addresses[-1], json.dumps(asdict(modules))]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, str(Path(__file__).parents[2]), str(os.getpid()), *settings],
                 env={**SET_BY_RAY, **os.environ},
@@ -95,7 +102,7 @@ class ForkServer:
 
     def command(self, worker: Sequence[str]) -> list[str]:
         """Starts what the command `worker` would start."""
-        return _command(self._address, worker)
+        return client_of(self._address, worker)
 
     def close(self) -> None:
         self._process.terminate()
@@ -106,15 +113,32 @@ class ForkServer:
             self._process.wait()
 
 
-def _command(address: str, command: Sequence[str]) -> list[str]:
-    return [sys.executable, "-I", "-S", str(CLIENT), address, *command]
-
-
 @dataclass(frozen=True)
 class _Forked:
     pid: int
     ended: int
     client: socket.socket
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """A child that has no client. `ended`: a descriptor of its process."""
+
+    pid: int
+    ended: int
+
+    def reap(self) -> None:
+        os.waitpid(self.pid, 0)
+        os.close(self.ended)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """`descriptors`: the child's, in this process."""
+
+    client: socket.socket
+    child: Child
+    descriptors: list[int]
 
 
 class Server:
@@ -133,70 +157,95 @@ class Server:
         self._listening = listening
         self._modules = modules
         self._for_engines = for_engines
+        self._engines: _Ending | None = None
         self._variables = variables
         self._ray: dict[str, str] | None = None
         self._owner = owner
         self._environ = dict(os.environ)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(owner, selectors.EVENT_READ)
-        self._selector.register(listening, selectors.EVENT_READ)
+        for source in (owner, listening, for_engines):
+            if source is not None:
+                self._selector.register(source, selectors.EVENT_READ)
         self._forked: dict[int, _Forked] = {}
 
-    def serve(self) -> Callable[[], None]:
-        """Returns what to do: in each child, and in the server itself at its end."""
+    def serve(self, first: _Asked | None = None) -> Callable[[], None]:
+        """Returns what to do: in each child, and in the server itself at its end. `first`: a client that waits."""
         self._import(self._modules.before_ray)
+        if first is not None and self._fork(first):
+            return first.child.run
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj == self._owner:
                     return _end
                 if key.fileobj is self._listening:
                     client, _ = self._listening.accept()
-                    if (become := self._answer(client) or self._begin_engines()) is not None:
-                        return become
+                    if (asked := self._hear(client)) is not None and self._fork(asked):
+                        return asked.child.run
+                    if self._ray is not None and (serve := self._begin_engines(None)) is not None:
+                        return serve()
+                elif key.fileobj is self._for_engines:
+                    client, _ = self._for_engines.accept()
+                    asked = self._hear(client)
+                    if asked is not None and (serve := self._begin_engines(asked)) is not None:
+                        return serve()
                 elif key.data in self._forked:
                     self._look_after(self._forked[key.data], key.fileobj)
+                elif self._engines is not None and key.fileobj == self._engines.ended:
+                    self._selector.unregister(self._engines.ended)
+                    self._engines.reap()
+                    self._engines = None
 
-    def _answer(self, client: socket.socket) -> Callable[[], None] | None:
-        """Fork, or close the connection, which tells the client that it is on its own."""
-        received: list[int] = []
+    def _hear(self, client: socket.socket) -> _Asked | None:
+        """With what is asked for, Ray is loaded."""
+        descriptors: list[int] = []
         try:
             client.settimeout(CLIENT_S)
-            text, received = _read(client)
-            child = asked_for(text, received)
+            child = asked_for(_read(client, descriptors), descriptors)
             child.check(self._environ, self._ray)
             if self._ray is None:
                 self._load_ray(child)
+            return _Asked(client, child, descriptors)
+        except (Refused, OSError) as error:
+            self._refuse(client, descriptors, error)
+            return None
+
+    def _refuse(self, client: socket.socket, descriptors: list[int], error: Exception) -> None:
+        """Close the connection, which tells the client that it is on its own."""
+        print(f"fork server: a process starts by itself: {error}", file=sys.stderr, flush=True)
+        client.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if self._ray is None:  # the other server will hardly begin: let nobody wait for it
+            self._leave_engines()
+
+    def _fork(self, asked: _Asked) -> bool:
+        """Whether this process is the child now."""
+        client, child = asked.client, asked.child
+        try:
+            _check_threads()
+            if "ray" in sys.modules and _next_id() == _next_id():
+                raise Refused("a module has drawn a number from Ray, so that all workers would draw the same ones")
+            own = {*STREAMS, *asked.descriptors, *map(_number, [client, *self._own()])}
+            if taken := child.descriptors.keys() & ({*open_descriptors()} - own):
+                raise Refused(f"a module has the descriptors {sorted(taken)} open")
             client.sendall(b"?")
             if not client.recv(1):
                 raise ConnectionError("it waits no longer")
-            if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
-                raise Refused(f"the fork server has {num_threads} threads, expected 1")
-            if "ray" in sys.modules and _next_id() == _next_id():
-                raise Refused("a module has drawn a number from Ray, so that all workers would draw the same ones")
-            own = {*STREAMS, *received, *map(_number, [client, *self._own()])}
-            if taken := child.descriptors.keys() & (set(_open_descriptors()) - own):
-                raise Refused(f"a module has the descriptors {sorted(taken)} open")
             gc.freeze()  # a child's collections would write to every page that it shares
             pid = os.fork()
         except (Refused, OSError) as error:
-            print(f"fork server: a process starts by itself: {error}", file=sys.stderr, flush=True)
-            client.close()
-            for descriptor in received:
-                os.close(descriptor)
-            if self._ray is None and self._for_engines is not None:  # it will hardly begin: let nobody wait for it
-                self._for_engines.close()
-                self._for_engines = None
-            return None
+            self._refuse(client, asked.descriptors, error)
+            return False
         if pid == 0:
             self._become(client, child)
-            return child.run
-        for descriptor in received:
+            return True
+        for descriptor in asked.descriptors:
             os.close(descriptor)
         forked = _Forked(pid, os.pidfd_open(pid), client)
         self._forked[pid] = forked
         for source in (forked.ended, client):
             self._selector.register(source, selectors.EVENT_READ, pid)
-        return None
+        return False
 
     def _load_ray(self, child: Child) -> None:
         self._ray = of_ray(child.environ)
@@ -210,31 +259,54 @@ class Server:
             for module in modules:
                 importlib.import_module(module)
 
-    def _begin_engines(self) -> Callable[[], None] | None:
-        """As `serve`, in a child: it has loaded what this one has, and serves engines from then on."""
-        if self._for_engines is None or self._ray is None:
+    def _begin_engines(self, first: _Asked | None) -> Callable[[], Callable[[], None]] | None:
+        """Its `serve`, in a child: it has loaded what this one has, and serves engines from then on."""
+        if self._for_engines is None:
             return None
         server = os.pidfd_open(os.getpid())
-        listening, modules = self._for_engines, self._modules
-        if os.fork():
+        try:
+            _check_threads()
+            pid = os.fork()
+        except (Refused, OSError) as error:
             os.close(server)
-            listening.close()
-            self._for_engines = None
+            self._leave_engines()
+            if first is not None:
+                self._refuse(first.client, first.descriptors, error)
             return None
-        self._for_engines = None
+        if pid:
+            os.close(server)
+            self._leave_engines()
+            if first is not None:
+                first.client.close()
+                for descriptor in first.descriptors:
+                    os.close(descriptor)
+            self._engines = _Ending(pid, os.pidfd_open(pid))
+            self._selector.register(self._engines.ended, selectors.EVENT_READ)
+            return None
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it may be about to import for seconds
+        listening, self._for_engines = self._for_engines, None
         for own in self._own():
             _close(own)
-        os.environ.update(modules.engine_environ)
+        os.environ.update(self._modules.engine_environ)
         set_again()
-        engines = Server(listening, server, Modules(modules.engine, ()), variables=self._variables)
+        engines = Server(listening, server, Modules(self._modules.engine, ()), variables=self._variables)
         engines._ray, engines._environ = self._ray, self._environ
-        return engines.serve()
+        return functools.partial(engines.serve, first)
+
+    def _leave_engines(self) -> None:
+        """To the other server, or to nobody."""
+        if self._for_engines is not None:
+            self._selector.unregister(self._for_engines)
+            self._for_engines.close()
+            self._for_engines = None
 
     def _own(self) -> list[Any]:
         """What it has open."""
         own: list[Any] = [self._listening, self._selector, self._owner]
         if self._for_engines is not None:
             own.append(self._for_engines)
+        if self._engines is not None:
+            own.append(self._engines.ended)
         for forked in self._forked.values():
             own += [forked.client, forked.ended]
         return own
@@ -294,11 +366,12 @@ def _next_id() -> bytes:
     return number
 
 
-def _read(client: socket.socket) -> tuple[bytes, list[int]]:
-    """A client's request, and the descriptors that it has open."""
-    length, descriptors, _, _ = socket.recv_fds(client, 8, MAX_DESCRIPTORS, socket.MSG_WAITALL)
+def _read(client: socket.socket, descriptors: list[int]) -> bytes:
+    """A client's request; adds the descriptors that it has open."""
+    length, received, _, _ = socket.recv_fds(client, 8, MAX_DESCRIPTORS, socket.MSG_WAITALL)
+    descriptors += received
     with client.makefile("rb") as file:
-        return file.read(int.from_bytes(length, "big")), descriptors
+        return file.read(int.from_bytes(length, "big"))
 
 
 def _end() -> None:
@@ -317,8 +390,10 @@ def _close(own: Any) -> None:
         own.close()
 
 
-def _open_descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+def _check_threads() -> None:
+    """Raises Refused where a fork would leave some behind."""
+    if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise Refused(f"the fork server has {num_threads} threads, expected 1")
 
 
 def modules_of(stages: Sequence[Stage]) -> Modules:
@@ -355,16 +430,16 @@ def can_fork() -> bool:
 
 def main() -> None:
     """`leeway` is imported from the first argument: see START."""
-    _, _, driver, descriptors, folder, modules = sys.argv
+    _, _, driver, descriptors, last_address, modules = sys.argv
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until it is a worker
-    listening, *for_engines = (socket.socket(fileno=number) for number in json.loads(descriptors))
+    listening, *others = (socket.socket(fileno=number) for number in json.loads(descriptors))
     server = Server(
         listening,
         os.pidfd_open(int(driver)),
         Modules(**json.loads(modules)),
-        for_engines=next(iter(for_engines), None),
-        variables={ENGINE_PYTHON: f"{folder}/{ENGINES_PYTHON}"} if for_engines else {},
+        for_engines=others[0] if others else None,
+        variables={ENGINE_FORKS: last_address} if others else {},
     )
     server.serve()()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import gc
 import importlib.util
@@ -19,7 +20,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,35 +30,40 @@ SET_BY_RAY = {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1"}
 FOR_ENGINE = "LEEWAY_FORK_FOR_ENGINE"
 """Set for a worker that has an engine, by its runtime environment: it is forked of what engines have loaded."""
 OF_EACH = {"PYTHONPATH", FOR_ENGINE}
-OF_A_SHELL = {"PWD", "OLDPWD", "SHLVL", "_"}
-"""What a shell sets that stands between two processes, for itself."""
 RAYS_OWN = "RAY_"
 """Variables of this prefix are read when Ray is loaded."""
 THREADS = "OMP_NUM_THREADS"
-SET_AGAIN = {THREADS, "TORCH_COMPILE_DISABLE", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"}
+SET_AGAIN = {
+    THREADS,
+    "TORCH_COMPILE_DISABLE",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+}
 """What torch has read: see `set_again`."""
 READ_LATER = {
-    "LOCAL_WORLD_SIZE",
-    "NUMEXPR_MAX_THREADS",
-    "OMP_NUM_THREADS_SET_BY_VLLM",
-    "PYTHONBREAKPOINT",
-    "RAY_ADDRESS",
-    "VLLM_CPU_OMP_THREADS_BIND",
-    "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
-    "VLLM_SSM_CONV_STATE_LAYOUT",
-    "VLLM_WORKER_MULTIPROC_METHOD",
+    "LOCAL_WORLD_SIZE": None,
+    "NUMEXPR_MAX_THREADS": "numexpr",
+    "OMP_NUM_THREADS_SET_BY_VLLM": None,
+    "PYTHONBREAKPOINT": None,
+    "RAY_ADDRESS": None,
+    "VLLM_CPU_OMP_THREADS_BIND": None,
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": None,
+    "VLLM_SSM_CONV_STATE_LAYOUT": None,
+    "VLLM_WORKER_MULTIPROC_METHOD": None,
 }
-"""What vLLM and Ray set for processes of an engine, and nothing has read that it loads."""
+"""What vLLM and Ray set for processes of an engine, and nothing has read; or which module reads it as it is loaded."""
 PRELOAD = "LD_PRELOAD"
 OURS = "LEEWAY_"
-"""No library reads variables of this prefix."""
+"""No library reads variables of this prefix, and nothing of ours that a fork server loads."""
 
 
 CLIENT = Path(__file__).with_name("fork_client.py")
+MAX_DESCRIPTORS = 250
+"""Of one process; the system sends no more at a time, and `fork_client` knows it too."""
 FOR_ENGINES = "-engine"
 """Added to the address of the first fork server: that of the one for engines, which `fork_client` knows too."""
-ENGINE_PYTHON = "LEEWAY_ENGINE_PYTHON"
-"""Names what to start in place of Python, where a fork server knows processes of engines."""
+ENGINE_FORKS = "LEEWAY_ENGINE_FORKS"
+"""The address of a fork server that knows processes of engines."""
 
 
 class Refused(Exception):
@@ -82,6 +87,8 @@ class Child:
 
         `environ`: in which the server has loaded what it has; `ray`: in which it has loaded Ray, None before that.
         """
+        if not re.fullmatch("0*[1-9][0-9]*", self.environ.get(THREADS, SET_BY_RAY[THREADS]), re.ASCII):
+            raise Refused(f"{THREADS} is not a number of threads")
         loaded = {name.split(".")[0] for name in sys.modules}
         more = _more(self.environ, environ)
         hidden = {entry.split(".")[0] for folder in more if os.path.isdir(folder) for entry in os.listdir(folder)}
@@ -101,9 +108,9 @@ class Child:
 
     def run(self) -> None:
         """Become this process."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files[0], self.open_files[1]))
         self._take_descriptors()
         os.chdir(self.folder)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files[0], self.open_files[1]))
         Path("/proc/self/oom_score_adj").write_text(self.oom_score)
         os.sched_setaffinity(0, self.cores)
         if numpy := sys.modules.get("numpy"):
@@ -195,10 +202,11 @@ class Spawned(Child):
         raise Refused("it is no process that multiprocessing starts with this Python")
 
     def check(self, environ: Mapping[str, str], ray: Mapping[str, str] | None) -> None:
-        if not self.environ.get(THREADS, "").isdigit():
+        if THREADS not in self.environ:
             raise Refused(f"{THREADS} does not say how many threads it has")
         # With what was set as it loaded.
-        _check_equal(self.environ, os.environ, except_for={*SET_AGAIN, *READ_LATER, PRELOAD})
+        later = {name for name, by in READ_LATER.items() if by is None or by not in sys.modules}
+        _check_equal(self.environ, os.environ, except_for={*SET_AGAIN, *later, PRELOAD})
         _check_loaded(self.environ.get(PRELOAD, ""), os.environ.get(PRELOAD, ""))
         super().check(environ, ray)
 
@@ -221,20 +229,40 @@ class Spawned(Child):
         try:
             multiprocessing.spawn.spawn_main(pipe_handle=self.pipe, tracker_fd=self.tracker)
         except SystemExit as end:
-            code = end.code
+            code = end.code or 0
         except BaseException:
             traceback.print_exc()
-        # As multiprocessing ends what it forks: taking apart what is loaded takes an engine five seconds.
-        os._exit(code if isinstance(code, int) else 1)
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        # What multiprocessing does at the end is done. To take apart what is loaded takes an engine five seconds.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+        os._exit(code)
 
 
 def asked_for(text: bytes, descriptors: Sequence[int]) -> Child:
     """A client's request. Raises Refused."""
-    asked = json.loads(text)
-    asked["descriptors"] = dict(zip(asked.pop("numbers"), descriptors, strict=True))
-    command = asked.pop("command")
-    kind = Spawned if "--multiprocessing-fork" in command else Worker
-    return kind.asked_for(command, **asked)
+    try:
+        asked = json.loads(text)
+        asked["descriptors"] = dict(zip(asked.pop("numbers"), descriptors, strict=True))
+        command = asked.pop("command")
+        kind = Spawned if "--multiprocessing-fork" in command else Worker
+        return kind.asked_for(command, **asked)
+    except (ValueError, KeyError, TypeError) as error:  # it has ended meanwhile, for one
+        raise Refused(f"what it asks for cannot be read: {error}") from None
+
+
+def client_of(address: str, command: Sequence[str]) -> list[str]:
+    """Has the fork server at `address` start what `command` would start."""
+    return [sys.executable, "-I", "-S", str(CLIENT), address, *command]
+
+
+def open_descriptors() -> set[int]:
+    """The one that lists them is closed again."""
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    return {number for number in listed if os.path.exists(f"/proc/self/fd/{number}")}
 
 
 def set_again() -> None:
@@ -250,6 +278,8 @@ def set_again() -> None:
     inductor: Any = sys.modules.get("torch._inductor.config")
     if inductor is not None:
         inductor.cpp.dynamic_threads = os.environ.get("TORCHINDUCTOR_CPP_DYNAMIC_THREADS") == "1"
+        if (num_compilers := os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "")).isdecimal():
+            inductor.compile_threads = int(num_compilers)
 
 
 def of_ray(environ: Mapping[str, str]) -> dict[str, str]:
@@ -257,7 +287,7 @@ def of_ray(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_equal(theirs: Mapping[str, str], ours: Mapping[str, str], *, except_for: Iterable[str]) -> None:
-    known = {*OF_EACH, *OF_A_SHELL, *except_for}
+    known = {*OF_EACH, *except_for}
     names = {name for name in theirs.keys() | ours.keys() if name not in known and not name.startswith(OURS)}
     if differ := sorted(name for name in names if theirs.get(name) != ours.get(name)):
         raise Refused(f"{', '.join(differ)} differ from the fork server's")
@@ -265,9 +295,11 @@ def _check_equal(theirs: Mapping[str, str], ours: Mapping[str, str], *, except_f
 
 def _check_loaded(theirs: str, ours: str) -> None:
     """vLLM preloads torch's own OpenMP, which is loaded with torch; an allocator, for one, is not."""
-    libraries = set(theirs.split(":")) - set(ours.split(":"))
+    wanted, preloaded = ({*filter(None, text.split(":"))} for text in (theirs, ours))
+    if preloaded - wanted:
+        raise Refused(f"{PRELOAD} lacks what the fork server has loaded by it")
     loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    if not_loaded := sorted(library for library in libraries if os.path.realpath(library) not in loaded):
+    if not_loaded := sorted(library for library in wanted - preloaded if os.path.realpath(library) not in loaded):
         raise Refused(f"{PRELOAD} has {', '.join(not_loaded)}, which the fork server has not loaded")
 
 
@@ -287,16 +319,18 @@ def _entries(environ: Mapping[str, str]) -> list[str]:
 @contextmanager
 def engine_forks() -> Iterator[None]:
     """What `multiprocessing` spawns meanwhile is forked where this run has a server for that."""
-    python, before = os.environ.get(ENGINE_PYTHON), multiprocessing.spawn.get_executable()
-    if python is None:
-        yield
-        return
-    resource_tracker.ensure_running()  # started with the first process otherwise, and no process of an engine
-    multiprocessing.set_executable(python)
+    spawned, address = multiprocessing.spawn.get_command_line, os.environ.get(ENGINE_FORKS)
+
+    def asks(**handles: Any) -> list[str]:
+        assert address is not None
+        return client_of(address, [*map(os.fsdecode, spawned(**handles))])
+
+    if address is not None:
+        multiprocessing.spawn.get_command_line = asks
     try:
         yield
     finally:
-        multiprocessing.set_executable(before)
+        multiprocessing.spawn.get_command_line = spawned
 
 
 def started_by(process: psutil.Process) -> list[int]:

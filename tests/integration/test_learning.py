@@ -5,6 +5,7 @@ although its engine dies on the way.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from statistics import mean
 
@@ -33,6 +34,8 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
     check_that_only_this_user_on_this_machine_can_connect(quickstart, temporary_of_quickstart)
     engine = part_of(quickstart, *ENGINE)
     shared = shared_memory_of(engine, temporary_of_quickstart)
+    cores = os.cpu_count() or 1
+    assert len(engine.cpu_affinity()) < cores or cores == 1, "it keeps to its own"
     engine.kill()
     run = quickstart.wait(900)
     assert run.code == 0, run.output
@@ -72,7 +75,7 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
     assert list(run.dir.glob("stages/async_rl/tensorboard/*tfevents*"))
     assert {"trainer-0", "generator-0", "replay", "param_server"} <= set(summary["processes"])
     assert summary["versions"]["vllm"]
-    assert "starts by itself" not in (run.dir / "logs/driver.log").read_text(), "all were forks"
+    assert " differ from " not in (run.dir / "logs/driver.log").read_text(), "all were forks, or the machine was busy"
     assert left_by(quickstart, temporary_of_quickstart) == []
     assert shared
     assert [path for path in shared if path.exists()] == []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-import types
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ import pytest
 from leeway.config import plan_run
 from leeway.runtime import fork_client
 from leeway.runtime.fork_server import ForkServer, Modules, modules_of
-from leeway.runtime.forks import ENGINE_PYTHON, FOR_ENGINE, SET_BY_RAY, started_by
+from leeway.runtime.forks import ENGINE_FORKS, FOR_ENGINE, MAX_DESCRIPTORS, SET_BY_RAY
 
 pytestmark = pytest.mark.slow  # several processes for each test
 WAIT_S = 120
-NOTHING: Mapping[str, str] = types.MappingProxyType({})
 SETUP = """
 import json, os, runpy, sys
 for argument in sys.argv[1:]:
@@ -39,13 +38,14 @@ import psutil
 sys.path.insert(0, SOURCE)
 
 def reported(pipe, how):
-    if how == "torch":
-        import torch
     modules = [name for name in ("calendar", "colorsys") if name in sys.modules]
+    torch, dynamo, inductor = (
+        sys.modules.get(name) for name in ("torch", "torch._dynamo.config", "torch._inductor.config")
+    )
     pipe.send({
         "pid": os.getpid(), "parent": os.getppid(), "loaded": modules, "environ": dict(os.environ), "argv": sys.argv,
         "cores": sorted(os.sched_getaffinity(0)), "name": multiprocessing.current_process().name,
-        "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
+        "torch": [torch.get_num_threads(), dynamo.disable, inductor.compile_threads] if torch else None,
     })
     if how == "wait":
         time.sleep(600)
@@ -72,43 +72,48 @@ if __name__ == "__main__":
     if how == "wait" and sys.stdin.readline() == "end it\\n":
         process.terminate()
     process.join(100)
-    print(json.dumps({"code": process.exitcode, "executable": os.fsdecode(multiprocessing.spawn.get_executable())}))
+    command = [*map(os.fsdecode, multiprocessing.spawn.get_command_line(tracker_fd=1, pipe_handle=2))]
+    print(json.dumps({"code": process.exitcode, "command": command}))
 """
 
 
 class Machine:
     """A fork server with one for engines, and what Ray would start on it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, loaded: str = "calendar", for_engines: str = "colorsys") -> None:
         self.folder = folder
-        self._environ = {**os.environ, **SET_BY_RAY, "PWD": "/"}  # where the shell that starts them finds another
+        self._environ = {**os.environ, **SET_BY_RAY}
         self.scripts = [folder / "setup_worker.py", folder / "default_worker.py"]
         source = str(Path(__file__).resolve().parents[2] / "src")
         for script, text in zip(self.scripts, (SETUP, PARENT.replace("SOURCE", repr(source))), strict=True):
             script.write_text(text)
         (folder / "scratch").mkdir()
-        modules = Modules(["calendar"], [], engine=["colorsys"], engine_environ={"OF_ENGINES": "set"})
-        self.server = ForkServer(folder / "scratch", modules)
+        modules = Modules(loaded.split(), [], engine=[for_engines], engine_environ={"OF_ENGINES": "set"})
+        own = os.dup(2)
+        try:
+            with (folder / "said").open("wb") as said:
+                os.dup2(said.fileno(), 2)
+            self.server = ForkServer(folder / "scratch", modules)
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
         self._started: list[subprocess.Popen[str]] = []
+        self._reported: list[int] = []
 
     def worker(
-        self,
-        how: str,
-        *,
-        for_engine: bool = True,
-        environ: Mapping[str, str] = types.MappingProxyType({}),
-        **variables: str,
+        self, how: str, *, for_engine: bool = True, threads: str = "1", files: Sequence[int] = (), **variables: str
     ) -> subprocess.Popen[str]:
         """One that starts a process as an engine does, which does `how`, with these variables beside its own.
 
-        `environ`: what the worker itself has beside the server's environment.
+        `threads`, `files`: the worker's own.
         """
         context = {"env_vars": {FOR_ENGINE: "1"} if for_engine else {}}
         options = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(context)}"]
         command = self.server.command([sys.executable, *map(str, self.scripts), how, json.dumps(variables), *options])
         worker = subprocess.Popen(
             command,
-            env={**self._environ, **environ},
+            env={**self._environ, "OMP_NUM_THREADS": threads},
+            pass_fds=files,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -122,13 +127,19 @@ class Machine:
         assert worker.stderr is not None
         line = worker.stdout.readline()
         assert line, worker.stderr.read()
-        return json.loads(line)
+        report = json.loads(line)
+        self._reported += [report[name] for name in ("pid", "own") if name in report]
+        return report
+
+    def said(self) -> str:
+        """By the servers, on what they did not fork."""
+        return (self.folder / "said").read_text()
 
     def close(self) -> None:
+        for pid in self._reported:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for worker in self._started:
-            with suppress(psutil.NoSuchProcess):
-                for process in map(psutil.Process, started_by(psutil.Process(worker.pid))):
-                    process.kill()
             worker.kill()
             worker.communicate(timeout=WAIT_S)
         self.server.close()
@@ -171,7 +182,9 @@ def test_a_process_of_an_engine_is_a_fork_that_has_loaded_what_engines_load(mach
     assert report["environ"]["RAY_ADDRESS"] == "somewhere"
     assert report["cores"] == [min(os.sched_getaffinity(0))]
     last = machine.report(worker)
-    assert last == {"code": 7, "executable": sys.executable}
+    assert last["code"] == 7
+    assert last["command"][0] == sys.executable
+    assert "fork_client" not in " ".join(last["command"]), "what others spawn is spawned"
 
 
 def test_a_worker_with_an_engine_is_forked_of_the_same_server(machine: Machine) -> None:
@@ -187,30 +200,86 @@ def test_a_worker_with_an_engine_is_forked_of_the_same_server(machine: Machine) 
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("variables", "why"),
     [
-        {},  # OF_ENGINES is not set
-        {"OF_ENGINES": "set", "VLLM_LOGGING_LEVEL": "DEBUG"},
-        {"OF_ENGINES": "set", "GOMP_CPU_AFFINITY": "0"},
-        {"OF_ENGINES": "set", "LD_PRELOAD": "/nowhere/libtcmalloc.so"},
-        {"OF_ENGINES": "set", "OMP_NUM_THREADS": ""},
+        ({"OF_ENGINES": "other"}, "OF_ENGINES differ"),
+        ({"OF_ENGINES": "set", "VLLM_LOGGING_LEVEL": "DEBUG"}, "VLLM_LOGGING_LEVEL differ"),
+        ({"OF_ENGINES": "set", "GOMP_CPU_AFFINITY": "0"}, "GOMP_CPU_AFFINITY differ"),
+        ({"OF_ENGINES": "set", "LD_PRELOAD": "/nowhere/libtcmalloc.so"}, "/nowhere/libtcmalloc.so, which"),
+        ({"OF_ENGINES": "set", "OMP_NUM_THREADS": "0"}, "not a number of threads"),
     ],
 )
 def test_one_whose_libraries_would_have_read_something_else_starts_by_itself(
-    machine: Machine, variables: dict[str, str]
+    machine: Machine, variables: dict[str, str], why: str
 ) -> None:
-    worker = machine.worker("7", for_engine=False, **variables)
+    worker = machine.worker("7", **variables)
     report = machine.report(worker)
+    assert report["loaded_here"]
     assert not is_forked(report)
+    assert why in machine.said()
     assert machine.report(worker)["code"] == 7
 
 
+def test_what_torch_has_read_is_set_again(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "torch torch._dynamo.config torch._inductor.config")
+    try:
+        settings = {"TORCH_COMPILE_DISABLE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2"}
+        report = machine.report(machine.worker("0", OF_ENGINES="set", **settings))
+        assert is_forked(report)
+        assert report["torch"] == [2, True, 1]
+        report = machine.report(machine.worker("0", OF_ENGINES="set"))
+        assert is_forked(report)
+        assert report["torch"][:2] == [1, False]
+    finally:
+        machine.close()
+
+
+def test_a_worker_with_an_engine_may_be_the_first_or_only_one(machine_before: Machine) -> None:
+    begun = time.monotonic()
+    report = machine_before.report(machine_before.worker("0", OF_ENGINES="set"))
+    assert report["loaded_here"]
+    assert is_forked(report)
+    assert time.monotonic() - begun < fork_client.ANSWER_S[True]
+
+
 def test_nobody_waits_for_a_server_of_engines_that_cannot_begin(machine_before: Machine) -> None:
-    machine_before.report(machine_before.worker("0", for_engine=False, environ={"OMP_NUM_THREADS": "3"}))
+    machine_before.report(machine_before.worker("0", for_engine=False, threads="3"))
     begun = time.monotonic()
     report = machine_before.report(machine_before.worker("0"))
     assert not report["loaded_here"]
-    assert time.monotonic() - begun < fork_client.ANSWER_S
+    assert time.monotonic() - begun < fork_client.ANSWER_S[False]
+    assert "OMP_NUM_THREADS differ" in machine_before.said()
+
+
+def test_without_a_server_of_engines_all_start_by_themselves(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, for_engines="there_is_no_such_module")
+    try:
+        begun = time.monotonic()
+        report = machine.report(machine.worker("0", OF_ENGINES="set"))
+        assert not report["loaded_here"]
+        assert not is_forked(report)
+        assert time.monotonic() - begun < fork_client.ANSWER_S[False]
+        [server] = [p for p in psutil.process_iter() if p.pid == machine.server._process.pid]
+        assert [p for p in server.children() if p.status() == psutil.STATUS_ZOMBIE] == []
+        another = machine.report(machine.worker("0", for_engine=False))
+        assert psutil.Process(another["own"]).ppid() == server.pid
+    finally:
+        machine.close()
+
+
+def test_a_server_outlives_whatever_it_is_asked(machine: Machine) -> None:
+    for text in (b"", b"{}", b"no json", json.dumps({"numbers": [0], "command": []}).encode()):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(machine.server._address + "-engine")
+            socket.send_fds(client, [len(text).to_bytes(8, "big")], [0])
+            client.sendall(text)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(os.devnull)).fileno() for _ in range(MAX_DESCRIPTORS)]
+        report = machine.report(machine.worker("0", files=files, OF_ENGINES="set"))
+    assert not report["loaded_here"]  # more than can be sent at a time
+    assert machine.report(machine.worker("0", OF_ENGINES="set"))["loaded_here"]
 
 
 def test_what_is_preloaded_and_loaded_is_the_same(machine: Machine) -> None:
@@ -247,6 +316,7 @@ def test_it_outlives_both_servers(machine: Machine) -> None:
     report = machine.report(worker)
     machine.server.close()
     ended(report["parent"])
+    time.sleep(0.5)
     process = psutil.Process(report["pid"])
     assert process.status() in (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)
     process.kill()
@@ -256,7 +326,7 @@ def test_without_a_server_nothing_changes(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     source = str(Path(__file__).resolve().parents[2] / "src")
     script.write_text(PARENT.replace("SOURCE", repr(source)))
-    environ = {name: value for name, value in os.environ.items() if name != ENGINE_PYTHON}
+    environ = {name: value for name, value in os.environ.items() if name != ENGINE_FORKS}
     command = [sys.executable, str(script), "7", "{}"]
     output = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
     first, last = map(json.loads, output.splitlines())
@@ -268,6 +338,7 @@ def test_without_a_server_nothing_changes(tmp_path: Path) -> None:
 def test_a_run_with_vllm_loads_it_for_engines_in_their_environment(eager: str) -> None:
     modules = modules_of(plan_run("quickstart", "async_rl", [f"rollout.engine.enforce_eager={eager}"]))
     assert "vllm.v1.engine.core" in modules.engine
+    assert "leeway.engines.vllm_worker" not in modules.engine, "as it is loaded, it looks for its collector and cores"
     assert not any("vllm" in name for name in (*modules.before_ray, *modules.with_ray))
     assert ("TORCH_COMPILE_DISABLE" in modules.engine_environ) == (eager == "true")
     assert modules.engine_environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
