@@ -183,8 +183,8 @@ class Server:
                         return asked.child.run
                     if self._ray is not None and (serve := self._begin_engines(None)) is not None:
                         return serve()
-                elif key.fileobj is self._for_engines:
-                    client, _ = self._for_engines.accept()
+                elif (for_engines := self._for_engines) is not None and key.fileobj is for_engines:
+                    client, _ = for_engines.accept()
                     asked = self._hear(client)
                     if asked is not None and (serve := self._begin_engines(asked)) is not None:
                         return serve()
