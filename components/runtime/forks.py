@@ -55,8 +55,6 @@ READ_LATER = {
 PRELOAD = "LD_PRELOAD"
 OURS = "LEEWAY_"
 """No library reads variables of this prefix, and nothing of ours that a fork server loads."""
-
-
 CLIENT = Path(__file__).with_name("fork_client.py")
 MAX_DESCRIPTORS = 250
 """Of one process; the system sends no more at a time, and `fork_client` knows it too."""
@@ -250,7 +248,7 @@ def asked_for(text: bytes, descriptors: Sequence[int]) -> Child:
         command = asked.pop("command")
         kind = Spawned if "--multiprocessing-fork" in command else Worker
         return kind.asked_for(command, **asked)
-    except (ValueError, KeyError, TypeError) as error:  # it has ended meanwhile, for one
+    except (ValueError, LookupError, TypeError, AttributeError, SystemExit) as error:  # it has ended meanwhile, for one
         raise Refused(f"what it asks for cannot be read: {error}") from None
 
 

@@ -16,11 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch._dynamo.config as dynamo
+import torch._inductor.config as inductor
 
 from leeway.config import plan_run
 from leeway.runtime import fork_client
 from leeway.runtime.fork_server import ForkServer, Modules, modules_of
-from leeway.runtime.forks import ENGINE_FORKS, FOR_ENGINE, MAX_DESCRIPTORS, SET_BY_RAY
+from leeway.runtime.forks import ENGINE_FORKS, FOR_ENGINE, MAX_DESCRIPTORS, SET_BY_RAY, set_again
 
 pytestmark = pytest.mark.slow  # several processes for each test
 WAIT_S = 120
@@ -39,13 +42,9 @@ sys.path.insert(0, SOURCE)
 
 def reported(pipe, how):
     modules = [name for name in ("calendar", "colorsys") if name in sys.modules]
-    torch, dynamo, inductor = (
-        sys.modules.get(name) for name in ("torch", "torch._dynamo.config", "torch._inductor.config")
-    )
     pipe.send({
         "pid": os.getpid(), "parent": os.getppid(), "loaded": modules, "environ": dict(os.environ), "argv": sys.argv,
         "cores": sorted(os.sched_getaffinity(0)), "name": multiprocessing.current_process().name,
-        "torch": [torch.get_num_threads(), dynamo.disable, inductor.compile_threads] if torch else None,
     })
     if how == "wait":
         time.sleep(600)
@@ -80,7 +79,7 @@ if __name__ == "__main__":
 class Machine:
     """A fork server with one for engines, and what Ray would start on it."""
 
-    def __init__(self, folder: Path, loaded: str = "calendar", for_engines: str = "colorsys") -> None:
+    def __init__(self, folder: Path, for_engines: str = "colorsys") -> None:
         self.folder = folder
         self._environ = {**os.environ, **SET_BY_RAY}
         self.scripts = [folder / "setup_worker.py", folder / "default_worker.py"]
@@ -88,7 +87,7 @@ class Machine:
         for script, text in zip(self.scripts, (SETUP, PARENT.replace("SOURCE", repr(source))), strict=True):
             script.write_text(text)
         (folder / "scratch").mkdir()
-        modules = Modules(loaded.split(), [], engine=[for_engines], engine_environ={"OF_ENGINES": "set"})
+        modules = Modules(["calendar"], [], engine=[for_engines], engine_environ={"OF_ENGINES": "set"})
         own = os.dup(2)
         try:
             with (folder / "said").open("wb") as said:
@@ -146,17 +145,10 @@ class Machine:
 
 
 @pytest.fixture
-def machine_before(tmp_path: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path) -> Iterator[Machine]:
     made = Machine(tmp_path)
     yield made
     made.close()
-
-
-@pytest.fixture
-def machine(machine_before: Machine) -> Machine:
-    """With the first worker, of any kind, the server of engines begins."""
-    machine_before.report(machine_before.worker("0", for_engine=False))
-    return machine_before
 
 
 def ended(pid: int) -> None:
@@ -220,35 +212,43 @@ def test_one_whose_libraries_would_have_read_something_else_starts_by_itself(
     assert machine.report(worker)["code"] == 7
 
 
-def test_what_torch_has_read_is_set_again(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, "torch torch._dynamo.config torch._inductor.config")
+def test_what_torch_has_read_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the names that torch has for it: each has what a new process reads from the same environment."""
+    variables = {"OMP_NUM_THREADS": "2", "TORCH_COMPILE_DISABLE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    variables["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] = "1"
+    before = torch.get_num_threads()
+    for config, name in ((dynamo, "disable"), (inductor, "compile_threads"), (inductor.cpp, "dynamic_threads")):
+        monkeypatch.setattr(config, name, getattr(config, name))  # put back afterwards
     try:
-        settings = {"TORCH_COMPILE_DISABLE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2"}
-        report = machine.report(machine.worker("0", OF_ENGINES="set", **settings))
-        assert is_forked(report)
-        assert report["torch"] == [2, True, 1]
-        report = machine.report(machine.worker("0", OF_ENGINES="set"))
-        assert is_forked(report)
-        assert report["torch"][:2] == [1, False]
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        set_again()
+        assert [torch.get_num_threads(), dynamo.disable, inductor.compile_threads] == [2, True, 3]
+        assert inductor.cpp.dynamic_threads
+        for name in variables:
+            monkeypatch.delenv(name)
+        set_again()
+        assert [torch.get_num_threads(), dynamo.disable] == [1, False]
+        assert not inductor.cpp.dynamic_threads
     finally:
-        machine.close()
+        torch.set_num_threads(before)
 
 
-def test_a_worker_with_an_engine_may_be_the_first_or_only_one(machine_before: Machine) -> None:
+def test_a_worker_with_an_engine_may_be_the_first_or_only_one(machine: Machine) -> None:
     begun = time.monotonic()
-    report = machine_before.report(machine_before.worker("0", OF_ENGINES="set"))
+    report = machine.report(machine.worker("0", OF_ENGINES="set"))
     assert report["loaded_here"]
     assert is_forked(report)
     assert time.monotonic() - begun < fork_client.ANSWER_S[True]
 
 
-def test_nobody_waits_for_a_server_of_engines_that_cannot_begin(machine_before: Machine) -> None:
-    machine_before.report(machine_before.worker("0", for_engine=False, threads="3"))
+def test_nobody_waits_for_a_server_of_engines_that_cannot_begin(machine: Machine) -> None:
+    machine.report(machine.worker("0", for_engine=False, threads="3"))
     begun = time.monotonic()
-    report = machine_before.report(machine_before.worker("0"))
+    report = machine.report(machine.worker("0"))
     assert not report["loaded_here"]
     assert time.monotonic() - begun < fork_client.ANSWER_S[False]
-    assert "OMP_NUM_THREADS differ" in machine_before.said()
+    assert "OMP_NUM_THREADS differ" in machine.said()
 
 
 def test_without_a_server_of_engines_all_start_by_themselves(tmp_path: Path) -> None:
@@ -268,7 +268,10 @@ def test_without_a_server_of_engines_all_start_by_themselves(tmp_path: Path) -> 
 
 
 def test_a_server_outlives_whatever_it_is_asked(machine: Machine) -> None:
-    for text in (b"", b"{}", b"no json", json.dumps({"numbers": [0], "command": []}).encode()):
+    machine.report(machine.worker("0"))
+    worker = [sys.executable, *map(str, machine.scripts), "--serialized-runtime-env-context=no json"]
+    asked = [{"numbers": [0], "command": command} for command in ([], worker)]
+    for text in (b"", b"{}", b"no json", *(json.dumps(one).encode() for one in asked)):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(machine.server._address + "-engine")
             socket.send_fds(client, [len(text).to_bytes(8, "big")], [0])
