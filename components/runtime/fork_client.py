@@ -22,7 +22,6 @@ ANSWER_S = {False: 20.0, True: 30.0}
 """The server may still be importing, which takes the process itself as long, and more where it has an engine (True).
 Ray waits 60 s for a worker.
 """
-MAX_DESCRIPTORS = 250
 FOR_ENGINES = "-engine"
 CONTEXT, FOR_ENGINE = "--serialized-runtime-env-context=", '"LEEWAY_FORK_FOR_ENGINE"'
 """Of a worker of Ray's that has an engine."""
@@ -34,8 +33,6 @@ def main() -> None:
     if any(option.startswith(CONTEXT) and FOR_ENGINE in option for option in command):
         address += FOR_ENGINES
     inherited = _open_descriptors()
-    if len(inherited) > MAX_DESCRIPTORS:
-        os.execv(command[0], command)
     # Until they can be passed on.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     with socket.socket(socket.AF_UNIX) as server:
@@ -43,7 +40,7 @@ def main() -> None:
             server.settimeout(ANSWER_S[address.endswith(FOR_ENGINES)])
             server.connect(address)
             worker = _ask(server, command, blocked, inherited)
-        except OSError:  # it is gone, or has no time
+        except OSError:  # it is gone, or has no time, or there are more descriptors than can be sent
             worker = None
         if worker is not None:
             server.settimeout(None)

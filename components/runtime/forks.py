@@ -57,7 +57,7 @@ OURS = "LEEWAY_"
 """No library reads variables of this prefix, and nothing of ours that a fork server loads."""
 CLIENT = Path(__file__).with_name("fork_client.py")
 MAX_DESCRIPTORS = 250
-"""Of one process; the system sends no more at a time, and `fork_client` knows it too."""
+"""Of one process; the system sends few more at a time."""
 FOR_ENGINES = "-engine"
 """Added to the address of the first fork server: that of the one for engines, which `fork_client` knows too."""
 ENGINE_FORKS = "LEEWAY_ENGINE_FORKS"

@@ -270,7 +270,8 @@ def test_without_a_server_of_engines_all_start_by_themselves(tmp_path: Path) -> 
 def test_a_server_outlives_whatever_it_is_asked(machine: Machine) -> None:
     machine.report(machine.worker("0"))
     worker = [sys.executable, *map(str, machine.scripts), "--serialized-runtime-env-context=no json"]
-    asked = [{"numbers": [0], "command": command} for command in ([], worker)]
+    rest = {"environ": {}, "folder": "/", "blocked": [], "open_files": [64, 64], "oom_score": "0", "cores": [0]}
+    asked = [{"numbers": [0], "command": command, **rest} for command in ([], worker)]
     for text in (b"", b"{}", b"no json", *(json.dumps(one).encode() for one in asked)):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(machine.server._address + "-engine")
