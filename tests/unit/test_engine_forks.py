@@ -151,11 +151,10 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     made.close()
 
 
-def ended(pid: int) -> None:
-    try:
+def ended(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
         psutil.Process(pid).wait(WAIT_S)
-    except psutil.NoSuchProcess:
-        pass
+    return not psutil.pid_exists(pid)
 
 
 def is_forked(report: dict[str, Any]) -> bool:
@@ -305,21 +304,21 @@ def test_how_it_ends_reaches_the_process_that_started_it(machine: Machine) -> No
     worker.stdin.write("end it\n")
     worker.stdin.flush()
     assert machine.report(worker)["code"] == -signal.SIGTERM
-    ended(report["pid"])
+    assert ended(report["pid"])
 
 
 def test_it_ends_with_its_client(machine: Machine) -> None:
     worker = machine.worker("wait", OF_ENGINES="set")
     report = machine.report(worker)
     os.kill(report["client"], signal.SIGKILL)
-    ended(report["pid"])
+    assert ended(report["pid"])
 
 
 def test_it_outlives_both_servers(machine: Machine) -> None:
     worker = machine.worker("wait", OF_ENGINES="set")
     report = machine.report(worker)
     machine.server.close()
-    ended(report["parent"])
+    assert ended(report["parent"])
     time.sleep(0.5)
     process = psutil.Process(report["pid"])
     assert process.status() in (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)
