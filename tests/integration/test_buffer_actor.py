@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import ray
 
 from leeway.config import Config, load_config
 from leeway.replay.actor import ReplayBufferRemote
-from leeway.runtime.cluster import _own_way
+from leeway.runtime.cluster import _own_way, _prepare
 from leeway.runtime.launch import calls_at_once
 
 from ..fakes import group
@@ -24,11 +26,14 @@ NUM_COLLECTORS = 1100
 
 
 @pytest.fixture
-def cluster() -> Iterator[None]:
-    with _own_way(None):  # as a run starts it
-        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
+def cluster(config: Config) -> Iterator[None]:
+    """As a run starts it: Ray's own way, its workers have the lowest priority, and wait for every other test."""
+    with patch.dict(os.environ):
+        _prepare(config)
+        with _own_way(None):
+            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture
