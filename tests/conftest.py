@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import _pytest.logging
 
@@ -58,6 +60,13 @@ class LogsOfTheRoot(catching_logs):
 _pytest.logging.catching_logs = LogsOfTheRoot  # type: ignore[misc]
 
 INTEGRATION = Path(__file__).parent / "integration"
+
+
+@pytest.fixture
+def environ_of_a_run() -> Iterator[None]:
+    """For tests about what processes inherit: whatever was imported by tests that this process ran before."""
+    with patch.dict(os.environ, environment.of_a_run(), clear=True):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes items away

@@ -25,7 +25,7 @@ from leeway.runtime import fork_client
 from leeway.runtime.fork_server import ForkServer, Modules, modules_of
 from leeway.runtime.forks import ENGINE_FORKS, FOR_ENGINE, MAX_DESCRIPTORS, SET_BY_RAY, set_again
 
-pytestmark = pytest.mark.slow  # several processes for each test
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("environ_of_a_run")]  # several processes for each test
 WAIT_S = 120
 SETUP = """
 import json, os, runpy, sys

@@ -18,7 +18,7 @@ from leeway.config import plan_run
 from leeway.runtime.cluster import begin
 from leeway.runtime.fork_server import ForkServer, Modules
 
-pytestmark = pytest.mark.slow  # a process or two for each test
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("environ_of_a_run")]  # a process or two for each test
 WAIT_S = 120
 SETUP = """
 import runpy, sys

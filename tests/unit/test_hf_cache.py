@@ -23,7 +23,7 @@ def test_scores_are_not_rounded_to_the_type_of_the_model(dtype: torch.dtype) -> 
     keys, values = pool.layer(0, key, value)
     for i, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
         for t in range(length):
-            keys[row.blocks[t // BLOCK], :, t % BLOCK] = key[i, :, t].to(keys.dtype)
+            keys[row.blocks[t // BLOCK], :, :, t % BLOCK] = key[i, :, t].to(keys.dtype)
             values[row.blocks[t // BLOCK], :, t % BLOCK] = value[i, :, t].to(values.dtype)
     last = torch.tensor(LENGTHS)
     new = tuple(x[torch.arange(len(rows)), :, last][:, :, None] for x in (key, value))
