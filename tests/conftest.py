@@ -21,7 +21,7 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
-from . import environment, forked, lanes  # noqa: F401  # the first of all: it keeps the environment as it is now
+from . import environment, forked, lanes  # the first of all: it keeps the environment as it is now
 from .tiers import LONG, in_order, sample
 
 # For properties that do not say how many examples they need. New ones at each run are for `make test-long`: they may

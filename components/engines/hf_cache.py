@@ -3,13 +3,14 @@
     sequences   a: 70 tokens         b: 20 tokens   c: 33 tokens
     a pool      | a 0-31 | b 0-31 | a 32-63 | c 0-31 | c 32-63 | a 64-95 |      blocks of `BLOCK`, in any order
 
-The blocks in use are the first ones, without a gap, so that one matrix product goes over all of them as they lie:
-nothing is computed for what a long sequence is longer than a short one. A block's number decides nothing. On a CPU the
-numbers of a sequence are then the same to the last bit, whatever else is there.
+The blocks in use are the first ones, without a gap, so that one operation goes over all of them as they lie: nothing is
+computed for what a long sequence is longer than a short one. A block's number decides nothing. On a CPU the numbers of
+a sequence are then the same to the last bit, whatever else is there.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,10 @@ class Row:
 
 
 class BlockPool:
-    """Keys and values of every layer, [N, H_kv, BLOCK, D] each. One thread computes with it at a time."""
+    """Keys [N, H_kv, D, BLOCK] and values [N, H_kv, BLOCK, D] of every layer. One thread computes with it at a time.
+
+    A row of either is then a term of what `_weighted` sums.
+    """
 
     def __init__(self) -> None:
         self.rows: set[Row] = set()
@@ -55,7 +59,7 @@ class BlockPool:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(x.shape[1] * x.shape[3] * x.itemsize for layer in self._layers for x in layer)
+        return sum(x.shape[1:].numel() // BLOCK * x.itemsize for layer in self._layers for x in layer)
 
     @property
     def num_bytes(self) -> int:
@@ -66,14 +70,16 @@ class BlockPool:
         if index == len(self._layers):
             with self._making:  # prompts are read by several threads
                 if index == len(self._layers):
-                    self._layers.append((self._made_for(key), self._made_for(value)))
+                    heads, sizes = key.shape[-3], (key.shape[-1], value.shape[-1])
+                    made = self._made(key, heads, sizes[0], BLOCK), self._made(value, heads, BLOCK, sizes[1])
+                    self._layers.append(made)
         return self._layers[index]
 
-    def _made_for(self, x: torch.Tensor) -> torch.Tensor:
+    def _made(self, x: torch.Tensor, *shape: int) -> torch.Tensor:
         # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever type the model
         # has: attention is then computed over the blocks as they lie, and rounds nothing to a shorter type.
         dtype = torch.float32 if x.device.type == "cpu" else x.dtype
-        return x.new_zeros(self._room, x.shape[-3], BLOCK, x.shape[-1], dtype=dtype)
+        return x.new_zeros(self._room, *shape, dtype=dtype)
 
     def add(self, lengths: Sequence[int]) -> list[Row]:
         """Rows with room for so many tokens each."""
@@ -106,7 +112,7 @@ class BlockPool:
         return first
 
     def _grown(self, old: torch.Tensor, num_used: int) -> torch.Tensor:
-        new = old.new_zeros(self._room, *old.shape[1:])
+        new = old.new_empty(self._room, *old.shape[1:])  # whoever takes a block fills it
         new[:num_used] = old[:num_used]
         return new
 
@@ -121,7 +127,7 @@ class BlockPool:
             copied = [block for i in own for block in sources[i].blocks[: num_blocks(lengths[i])]]
             blocks = torch.tensor(copied, dtype=torch.int64)
             for index, layer in enumerate(pool._layers):
-                for x, source in zip(self.layer(index, *layer), layer, strict=True):
+                for x, source in zip(self.layer(index, *_by_token(layer)), layer, strict=True):
                     old = source[:first] if pool is self else source
                     torch.index_select(old, 0, blocks.to(x.device), out=x[first : self.num_used])
         self.rows.update(rows)
@@ -218,7 +224,7 @@ class ReadAttention:
         """query [R, H, T, D], key and value [R, H_kv, T, D] -> [R, T, H, D]."""
         memory = self._pool.layer(self.num_layers, key, value)
         self.num_layers += 1
-        for x, new in zip(memory, (key, value), strict=True):
+        for x, new in zip(_by_token(memory), (key, value), strict=True):
             x[self._blocks, :, self._columns] = new[self._owners, :, self._offsets].to(x.dtype)
         if self.num_layers == self._last_layer:
             raise AllWasRead
@@ -227,7 +233,7 @@ class ReadAttention:
             at = self._starts[:, None] + torch.arange(query.shape[2], device=query.device)
             mask = _mask(at, self._table.shape[1] * BLOCK, window, query.dtype)[:, None]
             self._masks[window] = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
-        keys, values = (_in_rows(x, self._table) for x in memory)
+        keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
         return _attention(query, keys, values, self._masks[window], scaling, softcap).to(key.dtype)
 
 
@@ -258,7 +264,7 @@ class TokenAttention:
         block_places[blocks] = owners * most + numbers
         at = torch.tensor(positions)
         self._table, self._block_rows, self._block_places = (x.to(device) for x in (table, block_rows, block_places))
-        self._has_more = [int((counts > number).sum()) for number in range(most)]
+        self._has_more = [bisect.bisect_left(rows, -number, key=lambda row: -len(row.blocks)) for number in range(most)]
         self._last_block = table[torch.arange(len(rows)), at // BLOCK].to(device)
         self._offset = (at % BLOCK).to(device)
         self._positions = at.to(device)
@@ -277,18 +283,17 @@ class TokenAttention:
         """query [>=B, H, 1, D], key and value [>=B, H_kv, 1, D] -> [>=B, 1, H, D]."""
         memory = self._pool.layer(self._num_layers, key, value)
         self._num_layers += 1
-        for x, new in zip(memory, (key, value), strict=True):
+        for x, new in zip(_by_token(memory), (key, value), strict=True):
             x[self._last_block, :, self._offset] = new[: self._num_rows, :, 0].to(x.dtype)
         query = query.to(memory[0].dtype)
         if window not in self._masks:
             mask = _mask(self._positions[:, None], self._table.shape[1] * BLOCK, window, query.dtype)
             self._masks[window] = mask[:, None]
-        keys, values = memory
         q, mask = query[: self._num_rows], self._masks[window]
         if query.dtype == torch.float32:
-            out = self._over_blocks(q, keys, values, mask, scaling, softcap)
+            out = self._over_blocks(q, *memory, mask, scaling, softcap)
         else:  # products of blocks would round scores to the type that weights have
-            keys, values = _in_rows(keys, self._table), _in_rows(values, self._table)
+            keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
             out = _attention(q, keys, values, mask, scaling, softcap)
         return F.pad(out.to(key.dtype), (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
 
@@ -301,27 +306,51 @@ class TokenAttention:
         scaling: float | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """query [B, H, 1, D], keys and values [N, H_kv, BLOCK, D], mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
+        """query [B, H, 1, D], keys and values as in the pool, mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
 
         A row's sum over its blocks is made block by block, in their order: in one product over all of its tokens, how
         sums are parted depends on how many there are.
         """
-        num_rows, num_kv, size = len(query), keys.shape[1], query.shape[-1]
-        most = self._table.shape[1]
-        q = query.reshape(num_rows, num_kv, -1, size) * (size**-0.5 if scaling is None else scaling)
-        used = [x[: self._num_used].flatten(0, 1) for x in (keys, values)]
-        scores = torch.bmm(q.index_select(0, self._block_rows).flatten(0, 1), used[0].transpose(1, 2))
-        scores = scores.unflatten(0, (-1, num_kv))[self._table].permute(0, 2, 3, 1, 4).flatten(3)  # [B, H_kv, G, W]
+        num_rows, size, most = len(query), query.shape[-1], self._table.shape[1]
+        q = query.reshape(num_rows, keys.shape[1], -1, size) * (size**-0.5 if scaling is None else scaling)
+        scores = _weighted(q.index_select(0, self._block_rows), keys[: self._num_used])  # [N, H_kv, G, BLOCK]
+        scores = scores[self._table].permute(0, 2, 3, 1, 4).flatten(3)  # [B, H_kv, G, W]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = torch.softmax(scores.add_(mask), dim=-1)
         weights = weights.unflatten(3, (most, BLOCK)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        parts = torch.bmm(weights.index_select(0, self._block_places).flatten(0, 1), used[1])
-        parts = parts.view(self._num_used, -1)
+        parts = _weighted(weights.index_select(0, self._block_places), values[: self._num_used]).flatten(1)
         out = parts.index_select(0, self._table[:, 0])
         for number, count in enumerate(self._has_more[1:], start=1):
             out[:count] += parts.index_select(0, self._table[:count, number])
         return out.view(num_rows, 1, -1, values.shape[-1])
+
+
+def _weighted(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Sums of rows: weights [N, H, G, S], rows [N, H, S, E] -> [N, H, G, E], in float32.
+
+    The product of a few weights with a matrix of their own, thousands of times. On a CPU torch's batched product takes
+    two to four times as long for that as its lookup of embeddings, which adds up weighted rows in their order.
+    """
+    if not rows.is_cpu:
+        return weights @ rows
+    shape, (num_summed, width) = weights.shape[:3], rows.shape[2:]
+    numbers = torch.arange(rows.shape[:3].numel(), dtype=torch.int32).view(*rows.shape[:2], 1, num_summed)
+    sums = F.embedding_bag(
+        numbers.expand(weights.shape).flatten(),
+        rows.view(-1, width),
+        torch.arange(0, weights.numel() + 1, num_summed, dtype=torch.int32),
+        mode="sum",
+        per_sample_weights=weights.flatten(),
+        include_last_offset=True,
+    )
+    return sums.view(*shape, width)
+
+
+def _by_token(memory: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [N, H_kv, BLOCK, D], where they lie."""
+    keys, values = memory
+    return keys.transpose(2, 3), values
 
 
 def _mask(positions: torch.Tensor, width: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -35,21 +35,22 @@ def sample(
     It is where the row's cumulative distribution passes the number. `barred`: tokens that a row may not
     have. `scale`: what the model's logits are multiplied with.
     """
-    for row, tokens in enumerate(barred):
-        if tokens:
-            logits[row, list(tokens)] = float("-inf")
+    if out := [(row, token) for row, tokens in enumerate(barred) for token in tokens]:
+        rows, tokens = torch.tensor(out, device=logits.device).T
+        logits[rows, tokens] = float("-inf")
+    kinds = set(wanted)  # one, mostly, and then rows need not be looked at
     factors = torch.tensor([scale / (w.temperature or 1.0) for w in wanted], device=logits.device)
     logprobs = torch.log_softmax(logits.mul_(factors[:, None]), dim=-1)
-    if any(w.top_k for w in wanted):
+    if any(w.top_k for w in kinds):
         logprobs = _among_likeliest(logprobs, [w.top_k for w in wanted])
-    if any(w.top_p < 1.0 for w in wanted):
+    if any(w.top_p < 1.0 for w in kinds):
         nucleus = torch.tensor([w.top_p for w in wanted], device=logits.device)
         logprobs = _within_nucleus(logprobs, nucleus)
     # Never the very end, where rounding could reach a token of probability 0. A row with fewer numbers has zeros, too.
     most = max(map(len, numbers))
     padded = [[*(min(number, 1 - 1e-12) for number in own), *[0.0] * (most - len(own))] for own in numbers]
     tokens = _passing(logprobs, torch.tensor(padded, dtype=torch.float64, device=logits.device))
-    if not all(w.temperature for w in wanted):
+    if not all(w.temperature for w in kinds):
         greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]

@@ -7,19 +7,21 @@ import torch
 
 from leeway.engines.hf_cache import BLOCK, BlockPool, TokenAttention
 
-HEADS, KV_HEADS, SIZE = 4, 2, 48
 LENGTHS = [70, 33, 3]  # before the token that attends
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scores_are_not_rounded_to_the_type_of_the_model(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(4, 2, 48, 48), (3, 3, 20, 36), (7, 1, 64, 16)])
+def test_scores_are_not_rounded_to_the_type_of_the_model(
+    heads: int, kv_heads: int, size: int, value_size: int, dtype: torch.dtype
+) -> None:
     """They are up to 100 here, so that a bfloat16 of them could be off by a quarter, and a weight by as much."""
     torch.manual_seed(0)
     pool = BlockPool()
     rows = pool.add([length + 1 for length in LENGTHS])
-    query = (5 * torch.randn(len(rows), HEADS, 1, SIZE)).to(dtype)
-    key = (5 * torch.randn(len(rows), KV_HEADS, max(LENGTHS) + 1, SIZE)).to(dtype)
-    value = torch.randn(len(rows), KV_HEADS, max(LENGTHS) + 1, SIZE).to(dtype)
+    query = (5 * torch.randn(len(rows), heads, 1, size)).to(dtype)
+    key = (5 * torch.randn(len(rows), kv_heads, max(LENGTHS) + 1, size)).to(dtype)
+    value = torch.randn(len(rows), kv_heads, max(LENGTHS) + 1, value_size).to(dtype)
     keys, values = pool.layer(0, key, value)
     for i, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
         for t in range(length):
@@ -30,8 +32,23 @@ def test_scores_are_not_rounded_to_the_type_of_the_model(dtype: torch.dtype) -> 
     attention = TokenAttention(pool, rows, LENGTHS, torch.device("cpu"))
     out = attention.attend(query, *new, scaling=None, window=None, softcap=None)
     for i, length in enumerate(LENGTHS):
-        k, v = (x[i, :, : length + 1].double().repeat_interleave(HEADS // KV_HEADS, 0) for x in (key, value))
-        scores = query[i].double() @ k.transpose(1, 2) * SIZE**-0.5
+        k, v = (x[i, :, : length + 1].double().repeat_interleave(heads // kv_heads, 0) for x in (key, value))
+        scores = query[i].double() @ k.transpose(1, 2) * size**-0.5
         expected = (scores.softmax(-1) @ v)[:, 0]
         epsilon = torch.finfo(dtype).eps
         torch.testing.assert_close(out[i, 0].double(), expected, rtol=2 * epsilon, atol=max(4 * epsilon, 1e-5))
+
+
+def test_a_pool_that_grows_shows_nobody_what_was_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is masked is multiplied by 0 all the same, and would not be 0 if it were not a number."""
+    made = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size: made(x, *size).fill_(float("nan")))
+    pool = BlockPool()
+    first = pool.add([BLOCK + 1])
+    pool.layer(0, torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    rows = [*first, *pool.add([5 * BLOCK]), *pool.copy(first)]
+    pool.extend(first, [6 * BLOCK])
+    held = [block for row in rows for block in row.blocks]
+    assert sorted(held) == [*range(pool.num_used)]
+    assert pool.room > pool.num_used
+    assert all(x[: pool.num_used].isfinite().all() for layer in pool._layers for x in layer)
