@@ -37,7 +37,7 @@ class Row:
 class BlockPool:
     """Keys [N, H_kv, D, BLOCK] and values [N, H_kv, BLOCK, D] of every layer. One thread computes with it at a time.
 
-    A row of either is then a term of what `_weighted` sums.
+    A row of either is then a term of what `_Sums` adds up.
     """
 
     def __init__(self) -> None:
@@ -269,6 +269,7 @@ class TokenAttention:
         self._offset = (at % BLOCK).to(device)
         self._positions = at.to(device)
         self._masks: dict[int | None, torch.Tensor] = {}
+        self._sums: dict[torch.Size, _Sums] = {}
 
     def attend(
         self,
@@ -313,38 +314,52 @@ class TokenAttention:
         """
         num_rows, size, most = len(query), query.shape[-1], self._table.shape[1]
         q = query.reshape(num_rows, keys.shape[1], -1, size) * (size**-0.5 if scaling is None else scaling)
-        scores = _weighted(q.index_select(0, self._block_rows), keys[: self._num_used])  # [N, H_kv, G, BLOCK]
+        scores = self._weighted(q.index_select(0, self._block_rows), keys[: self._num_used])  # [N, H_kv, G, BLOCK]
         scores = scores[self._table].permute(0, 2, 3, 1, 4).flatten(3)  # [B, H_kv, G, W]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = torch.softmax(scores.add_(mask), dim=-1)
         weights = weights.unflatten(3, (most, BLOCK)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        parts = _weighted(weights.index_select(0, self._block_places), values[: self._num_used]).flatten(1)
+        parts = self._weighted(weights.index_select(0, self._block_places), values[: self._num_used]).flatten(1)
         out = parts.index_select(0, self._table[:, 0])
         for number, count in enumerate(self._has_more[1:], start=1):
             out[:count] += parts.index_select(0, self._table[:count, number])
         return out.view(num_rows, 1, -1, values.shape[-1])
 
+    def _weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See `_Sums`: the same for all layers that are alike."""
+        if not rows.is_cpu:
+            return weights @ rows
+        if weights.shape not in self._sums:
+            self._sums[weights.shape] = _Sums(weights.shape)
+        return self._sums[weights.shape](weights, rows)
 
-def _weighted(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+
+class _Sums:
     """Sums of rows: weights [N, H, G, S], rows [N, H, S, E] -> [N, H, G, E], in float32.
 
-    The product of a few weights with a matrix of their own, thousands of times. On a CPU torch's batched product takes
-    two to four times as long for that as its lookup of embeddings, which adds up weighted rows in their order.
+    That is the product of a few weights with a matrix of their own, thousands of times. On a CPU torch's batched
+    product takes two to four times as long for it as its lookup of embeddings, which adds up weighted rows in their
+    order.
     """
-    if not rows.is_cpu:
-        return weights @ rows
-    shape, (num_summed, width) = weights.shape[:3], rows.shape[2:]
-    numbers = torch.arange(rows.shape[:3].numel(), dtype=torch.int32).view(*rows.shape[:2], 1, num_summed)
-    sums = F.embedding_bag(
-        numbers.expand(weights.shape).flatten(),
-        rows.view(-1, width),
-        torch.arange(0, weights.numel() + 1, num_summed, dtype=torch.int32),
-        mode="sum",
-        per_sample_weights=weights.flatten(),
-        include_last_offset=True,
-    )
-    return sums.view(*shape, width)
+
+    def __init__(self, shape: torch.Size) -> None:
+        """`shape`: of weights."""
+        num_blocks, num_heads, _, num_summed = shape
+        numbers = torch.arange(num_blocks * num_heads * num_summed, dtype=torch.int32)
+        self._numbers = numbers.view(num_blocks, num_heads, 1, num_summed).expand(shape).flatten()
+        self._starts = torch.arange(0, shape.numel() + 1, num_summed, dtype=torch.int32)
+
+    def __call__(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        sums = F.embedding_bag(
+            self._numbers,
+            rows.flatten(0, 2),
+            self._starts,
+            mode="sum",
+            per_sample_weights=weights.flatten(),
+            include_last_offset=True,
+        )
+        return sums.view(*weights.shape[:3], rows.shape[3])
 
 
 def _by_token(memory: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
