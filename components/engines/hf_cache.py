@@ -376,8 +376,8 @@ def _mask(positions: torch.Tensor, width: int, window: int | None, dtype: torch.
 
 
 def _in_rows(memory: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """[N, H_kv, BLOCK, D] -> [R, H_kv, W, D]."""
-    return memory[table].transpose(1, 2).flatten(2, 3)
+    """[N, H_kv, BLOCK, D] -> [R, H_kv, W, D], laid out anew: torch would attend by another kernel to what is not."""
+    return memory[table].transpose(1, 2).flatten(2, 3).contiguous()
 
 
 def _attention(

@@ -12,7 +12,7 @@ import torch
 from leeway.collector.engine import StagedWeights
 from leeway.engines import hf_beginnings, hf_engine
 from leeway.engines.hf_beginnings import Beginnings
-from leeway.engines.hf_cache import BlockPool
+from leeway.engines.hf_cache import BLOCK, BlockPool
 from leeway.weights import Canary, CanaryPrompts, Manifest
 
 from .test_hf_shared_rows import Counted, counted_in
@@ -52,6 +52,20 @@ def test_it_is_read_once_by_those_that_come_together_and_by_none_that_come_later
     for question, answers in zip(QUESTIONS, expected, strict=True):
         assert counted.together(asked(counted, question, n=3)) == [answers]
         assert sum(counted.read) <= len(question) - 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_it_decides_no_number_however_many_blocks_the_prompts_have(counted: Counted, first: int) -> None:
+    prompts = [[*SYSTEM[: BLOCK - 8], 20, 21], [*SYSTEM[: BLOCK - 8], *[25, 26] * BLOCK]]
+    expected = []
+    for prompt in prompts:
+        forget(counted)
+        expected.append(counted.together(counted.asked(1, prompt=prompt, max_tokens=8, stop_token_ids=[], n=3)))
+    forget(counted)
+    for i in (first, 1 - first):
+        answers = counted.together(counted.asked(1, prompt=prompts[i], max_tokens=8, stop_token_ids=[], n=3))
+        assert answers == expected[i]
+    assert sum(counted.read) < len(prompts[1 - first]) - BLOCK // 2, "it began with what was there"
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])

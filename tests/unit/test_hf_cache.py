@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leeway.engines.hf_cache import BLOCK, BlockPool, TokenAttention
+from leeway.engines.hf_cache import BLOCK, BlockPool, TokenAttention, _Sums
 
 LENGTHS = [70, 33, 3]  # before the token that attends
 
@@ -50,5 +50,14 @@ def test_a_pool_that_grows_shows_nobody_what_was_in_its_memory(monkeypatch: pyte
     pool.extend(first, [6 * BLOCK])
     held = [block for row in rows for block in row.blocks]
     assert sorted(held) == [*range(pool.num_used)]
-    assert pool.room > pool.num_used
+    assert all(x[pool.num_used :].isnan().all() and len(x) > pool.num_used for layer in pool._layers for x in layer)
     assert all(x[: pool.num_used].isfinite().all() for layer in pool._layers for x in layer)
+
+
+@pytest.mark.parametrize(("num_blocks", "heads", "group", "summed", "width"), [(5, 2, 3, 20, 32), (1, 1, 1, 32, 7)])
+def test_sums_are_the_products_that_other_devices_compute(
+    num_blocks: int, heads: int, group: int, summed: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    weights, rows = torch.randn(num_blocks, heads, group, summed), torch.randn(num_blocks, heads, summed, width)
+    torch.testing.assert_close(_Sums(weights.shape)(weights, rows), weights @ rows)

@@ -49,6 +49,12 @@ def test_a_number_chooses_by_the_distribution_that_is_left() -> None:
         assert kept == ([2, 3] if sampling.top_k else [])
 
 
+def test_tokens_are_barred_for_their_row_alone() -> None:
+    barred = [{3, 1}, (), {0}]
+    drawn = sample(torch.zeros(3, 4), [OF_ALL] * 3, [[0.1, 0.4, 0.6, 0.9]] * 3, barred=barred, scale=1.0)
+    assert [{token for token, _, _ in own} for own in drawn] == [{0, 2}, {0, 1, 2, 3}, {1, 2, 3}]
+
+
 @pytest.mark.parametrize("size", [4096, 4097, 49152, 50001])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
 def test_in_a_large_vocabulary_too(size: int, spread: float) -> None:
