@@ -339,8 +339,8 @@ class _Sums:
     """Sums of rows: weights [N, H, G, S], rows [N, H, S, E] -> [N, H, G, E], in float32.
 
     That is the product of a few weights with a matrix of their own, thousands of times. On a CPU torch's batched
-    product takes two to four times as long for it as its lookup of embeddings, which adds up weighted rows in their
-    order.
+    product takes up to three times as long for it as its lookup of embeddings, which adds up weighted rows in their
+    order. Figures: docs/log.md.
     """
 
     def __init__(self, shape: torch.Size) -> None:
@@ -376,7 +376,7 @@ def _mask(positions: torch.Tensor, width: int, window: int | None, dtype: torch.
 
 
 def _in_rows(memory: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """[N, H_kv, BLOCK, D] -> [R, H_kv, W, D], laid out anew: torch would attend by another kernel to what is not."""
+    """[N, H_kv, BLOCK, D] -> [R, H_kv, W, D], contiguous: else torch takes another kernel, with other last bits."""
     return memory[table].transpose(1, 2).flatten(2, 3).contiguous()
 
 

@@ -27,7 +27,7 @@ NUM_COLLECTORS = 1100
 
 @pytest.fixture
 def cluster(config: Config) -> Iterator[None]:
-    """As a run starts it: Ray's own way, its workers have the lowest priority, and wait for every other test."""
+    """As a run starts it. Left to itself, Ray gives its workers a low priority, and they wait for all other tests."""
     with patch.dict(os.environ):
         _prepare(config)
         with _own_way(None):

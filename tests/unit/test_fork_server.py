@@ -187,6 +187,7 @@ def test_a_worker_ends_with_its_client(clients: Clients) -> None:
     report = clients.report(client)
     client.kill()
     wait_for_end(report["pid"])
+    assert not psutil.pid_exists(report["pid"])
 
 
 def test_a_worker_outlives_the_server_and_its_client_stays_for_it(clients: Clients) -> None:
