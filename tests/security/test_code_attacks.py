@@ -386,6 +386,7 @@ def test_one_program_says_nothing_to_the_next() -> None:
 @pytest.mark.attack
 def test_what_is_expected_of_later_calls_is_not_there_yet() -> None:
     """Inputs come one at a time: a program that answers the first call knows neither the second nor what is wanted."""
+    # Longer than an address, as above: five digits stood in one of some thousand addresses about once in 800 trials.
     spy = """
 import gc, sys
 def f(x):
@@ -394,11 +395,13 @@ def f(x):
         seen += [*frame.f_locals.values(), *frame.f_globals.values()]
         frame = frame.f_back
     text = ascii([v for v in [*seen, *gc.get_objects()] if isinstance(v, (str, bytes, int, list))])
-    return [str(70000 + n) in text for n in (1, 2, 3, 4)]
+    return [str(7000000000000000 + n) in text for n in (1, 2, 3, 4)]
 """
-    test = "first = f(70001)\nassert first == [True, False, False, False], first\nassert f(70002)[2:] == [False, 70004 > 70003 > 0]"
-    assert pay(spy, test, cpu_s=10, memory_mb=512) == 0.0
-    assert pay(spy, test.replace("70004 > 70003 > 0", "False"), cpu_s=10, timeout_s=10.0, memory_mb=512) == 1.0
+    first, second, third, fourth = (7 * 10**15 + n for n in (1, 2, 3, 4))
+    test = f"first = f({first})\nassert first == [True, False, False, False], first\nassert f({second})[2:] == [False, {{}}]"
+    enough = {"cpu_s": 10, "timeout_s": 10.0, "memory_mb": 512}
+    assert pay(spy, test.format(f"{fourth} > {third} > 0"), **enough) == 0.0
+    assert pay(spy, test.format("False"), **enough) == 1.0
 
 
 @pytest.mark.attack
