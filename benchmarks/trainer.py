@@ -38,7 +38,7 @@ from leeway.config.inputs import ModelConfig
 from leeway.config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
 from leeway.config.running import ClusterConfig
 from leeway.trainer.families import load_model
-from leeway.trainer.memory import peak_memory_gib
+from leeway.trainer.memory import keep_freed_memory, peak_memory_gib
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import make_optimizer
 from leeway.trainer.settings import TrainerSettings
@@ -146,6 +146,8 @@ def main() -> None:
     global clock
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     torch.set_num_threads(args.threads or torch.get_num_threads())
+    if args.device == "cpu":
+        keep_freed_memory()  # as a rank does
     shape = SHAPES[args.shape]
     batch = make_batch(
         args.data, shape["vocab_size"], num_groups=args.groups, group_size=args.group_size, median=args.median

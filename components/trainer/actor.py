@@ -70,8 +70,11 @@ class TrainerActor(Watched):
         from transformers.utils import logging as transformers_logging
 
         from .actor_critic import make_trainer
+        from .memory import keep_freed_memory
 
         transformers_logging.disable_progress_bar()
+        if settings.cluster.device == "cpu":
+            keep_freed_memory()
         self._settings = settings
         self._fetch_timeout_s = transport.timeout_s
         self._place = {"rank": rank, "init_method": init_method, "transport": _opened(transport)}

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
+from .memory import give_freed_back
+
 
 class Offload:
-    """Moves models, and the state of their optimizers, between `device` and main memory. On a CPU there is one memory,
-    and nothing moves.
+    """Moves models, and the state of their optimizers, between `device` and main memory. On a CPU there is one memory:
+    nothing moves, but what was freed is given back.
     """
 
     def __init__(
@@ -41,7 +43,11 @@ class Offload:
 
         `for_others`: other processes may have them; else they are this one's, for its next passes.
         """
-        if self._is_away or self._device.type == "cpu":
+        if self._device.type == "cpu":
+            if for_others:
+                give_freed_back()
+            return 0
+        if self._is_away:
             return 0
         self._is_away = True
         num_bytes = 0
