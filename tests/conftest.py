@@ -69,6 +69,13 @@ def environ_of_a_run() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_rank_keeps_freed_memory_here() -> Iterator[None]:
+    """What a rank tells malloc holds for its whole process, in which other tests ask what is given back."""
+    with patch("leeway.trainer.memory.keep_freed_memory"):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m takes items away
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

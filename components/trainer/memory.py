@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
 
@@ -37,6 +39,8 @@ def give_freed_back() -> None:
 def peak_memory_gib(device: torch.device) -> float:
     """CUDA: peak GiB of tensors since the last call. CPU: peak resident GiB of the process, ever."""
     if device.type == "cuda":
+        import torch
+
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -280,7 +281,9 @@ def test_many_runs_on_the_same_ranks_leave_no_threads_behind(model_path: Path) -
         actor = TrainerActor(role="trainer-0", log_file=model_path.parent / "many.log", log_level="INFO", cores=[])
         transport = TransportSettings(name="files", folder=model_path.parent)
         settings = settings_of(model_path, objective=OBJECTIVE)
-        await actor.start(settings, 0, free_address(), transport)
+        with patch("leeway.trainer.memory.keep_freed_memory") as keep:
+            await actor.start(settings, 0, free_address(), transport)
+        keep.assert_called_once()
         threads = []
         for _ in range(4):
             await actor.reset(settings, transport)
