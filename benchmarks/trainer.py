@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -310,4 +311,5 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    with ThreadPoolExecutor(1) as compute:  # a rank computes in a thread of its own, whose memory is managed otherwise
+        compute.submit(main).result()

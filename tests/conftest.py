@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if INTEGRATION in item.path.parents:
             item.add_marker("integration")
+            if not item.get_closest_marker("timeout"):  # whole runs, beside others on a machine that may be slow
+                item.add_marker(pytest.mark.timeout(900))
         if not LONG and (mark := item.get_closest_marker("long")):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-long"))
 

@@ -26,10 +26,6 @@ PADDING_FRAC = 0.25
 SMALL_AREA = 1 << 15
 # Queries x keys of a bucket with a mask of its own: 16 MB in float32, and of a pass over all of them at most that.
 MAX_MASKED_AREA = 1 << 22
-# From this many queries on, torch's causal attention leaves out what is not seen, which it does not where it is given a
-# mask: that saves more than the queries of a prompt cost that is no longer than `MOST_PROMPT_FRAC` of what follows it.
-LEAST_CAUSAL_QUERIES = 768
-MOST_PROMPT_FRAC = 0.5
 
 
 @dataclass(frozen=True)
@@ -182,8 +178,7 @@ def _pad(segments: Sequence[Segment]) -> tuple[AttentionGroup, torch.Tensor]:
     key_index = torch.zeros(len(segments), len(keys), dtype=torch.int64)
     key_index[keys < before + own] = _keys(segments)
     width = int(own.max())
-    is_long = width >= LEAST_CAUSAL_QUERIES and len(keys) <= (1 + MOST_PROMPT_FRAC) * width
-    if not int(before.max()) or is_long or width * len(keys) > MAX_MASKED_AREA:
+    if not int(before.max()) or width * len(keys) > MAX_MASKED_AREA:
         # A mask for such a long response costs more than computing the prompt's queries again and dropping them.
         real = (keys >= before) & (keys < before + own)
         return AttentionGroup(key_index, key_index, None), real.flatten().nonzero()[:, 0]

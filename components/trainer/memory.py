@@ -14,23 +14,25 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep what its tensors in main memory free, for those that come next.
+    """Makes this process keep the memory that its tensors free, for the next ones.
 
-    A pass makes and frees gigabytes of activations. glibc gives large ones back to the kernel each time, which hands
-    them out anew, filled with zeros: a tenth of a small model's step. It still does so with more than 64 MiB at a time,
-    where a rank's thread has a heap of its own, and then the arithmetic takes far longer. Without glibc, and where the
-    user has told its malloc something, nothing changes.
+    A pass makes and frees gigabytes of activations. glibc gives large blocks back to the kernel each time, which hands
+    them out anew, filled with zeros: a tenth of a small model's step. Blocks over 64 MiB still go back where the thread
+    has a heap of its own, as a rank's has; at that size arithmetic takes far longer. Without glibc, and where the user
+    has told its malloc something, nothing changes.
     """
     libc = ctypes.CDLL(None)
-    has_own = any(name.startswith("MALLOC_") or "glibc.malloc" in value for name, value in os.environ.items())
-    if hasattr(libc, "mallopt") and not has_own:
+    is_set_by_user = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    )
+    if hasattr(libc, "mallopt") and not is_set_by_user:
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
-        libc.mallopt(M_TOP_PAD, 1 << 27)  # two heaps of a thread: else one with nothing in it is given back
+        libc.mallopt(M_TOP_PAD, 1 << 27)  # twice a thread's heap; with less, a heap goes back as soon as it is empty
 
 
 def give_freed_back() -> None:
-    """To the kernel, for other processes, what this one keeps and does not use."""
+    """To the kernel, for other processes, what this one keeps and does not use, but for the ends of threads' heaps."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
