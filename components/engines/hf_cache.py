@@ -3,14 +3,13 @@
     sequences   a: 70 tokens         b: 20 tokens   c: 33 tokens
     a pool      | a 0-31 | b 0-31 | a 32-63 | c 0-31 | c 32-63 | a 64-95 |      blocks of `BLOCK`, in any order
 
-The blocks in use are the first ones, without a gap, so that one operation goes over all of them as they lie: nothing is
-computed for what a long sequence is longer than a short one. A block's number decides nothing. On a CPU the numbers of
-a sequence are then the same to the last bit, whatever else is there.
+A pass looks up the blocks of each sequence where they lie: nothing is computed for what a long sequence is longer than
+a short one. A block's number decides nothing. On a CPU the numbers of a sequence are then the same to the last bit,
+whatever else is there. The blocks in use are the first ones, without a gap, so that memory can be given back.
 """
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +76,7 @@ class BlockPool:
 
     def _made(self, x: torch.Tensor, *shape: int) -> torch.Tensor:
         # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever type the model
-        # has: attention is then computed over the blocks as they lie, and rounds nothing to a shorter type.
+        # has: sums over blocks then round nothing to a shorter type.
         dtype = torch.float32 if x.device.type == "cpu" else x.dtype
         return x.new_zeros(self._room, *shape, dtype=dtype)
 
@@ -240,36 +239,24 @@ class ReadAttention:
 class TokenAttention:
     """That of a pass over one more token of each of B rows of one pool, for which they have room, at `positions`.
 
-    Rows come in the order of their lengths, the longest first. A pass may have more rows; those get zeros.
+    A pass may have more rows; those get zeros.
     """
 
     def __init__(self, pool: BlockPool, rows: Sequence[Row], positions: Sequence[int], device: torch.device) -> None:
         self._pool = pool
-        self._num_rows, self._num_used = len(rows), pool.num_used
         self._num_layers = 0
-        counts = torch.tensor([len(row.blocks) for row in rows])
-        most = int(counts[0])
-        blocks = torch.tensor([block for row in rows for block in row.blocks])
-        owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
-        numbers = torch.arange(len(blocks)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        self._num_rows = len(rows)
+        self._counts = [len(row.blocks) for row in rows]
+        most = max(self._counts)
         # Of each row, its blocks in order, and its first one again in the place of those that it does not have: nothing
         # is to be seen there, and of another row's block, were it not a number, something would be.
-        table = torch.tensor([row.blocks[0] for row in rows])[:, None].repeat(1, most)
-        table[owners, numbers] = blocks
-        # Of each block in use, its row, and where in `table` it is. Blocks of rows that are not in the pass have those
-        # of another one, and nobody asks for what comes of them.
-        block_rows = torch.zeros(self._num_used, dtype=torch.int64)
-        block_rows[blocks] = owners
-        block_places = torch.zeros(self._num_used, dtype=torch.int64)
-        block_places[blocks] = owners * most + numbers
-        at = torch.tensor(positions)
-        self._table, self._block_rows, self._block_places = (x.to(device) for x in (table, block_rows, block_places))
-        self._has_more = [bisect.bisect_left(rows, -number, key=lambda row: -len(row.blocks)) for number in range(most)]
-        self._last_block = table[torch.arange(len(rows)), at // BLOCK].to(device)
-        self._offset = (at % BLOCK).to(device)
-        self._positions = at.to(device)
+        padded = [block for row in rows for block in (*row.blocks, *row.blocks[:1] * (most - len(row.blocks)))]
+        table, at = torch.tensor(padded, dtype=torch.int32).view(-1, most), torch.tensor(positions)
+        last = table[torch.arange(len(rows)), at // BLOCK].long()
+        places = (table, last, at % BLOCK, at)
+        self._table, self._last_block, self._offset, self._positions = (x.to(device) for x in places)
         self._masks: dict[int | None, torch.Tensor] = {}
-        self._sums: dict[torch.Size, _Sums] = {}
+        self._sums: dict[tuple[int, int], _Sums] = {}
 
     def attend(
         self,
@@ -291,9 +278,9 @@ class TokenAttention:
             mask = _mask(self._positions[:, None], self._table.shape[1] * BLOCK, window, query.dtype)
             self._masks[window] = mask[:, None]
         q, mask = query[: self._num_rows], self._masks[window]
-        if query.dtype == torch.float32:
+        if query.is_cpu:
             out = self._over_blocks(q, *memory, mask, scaling, softcap)
-        else:  # products of blocks would round scores to the type that weights have
+        else:
             keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
             out = _attention(q, keys, values, mask, scaling, softcap)
         return F.pad(out.to(key.dtype), (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
@@ -309,57 +296,71 @@ class TokenAttention:
     ) -> torch.Tensor:
         """query [B, H, 1, D], keys and values as in the pool, mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
 
-        A row's sum over its blocks is made block by block, in their order: in one product over all of its tokens, how
-        sums are parted depends on how many there are.
+        A row's sums are made in the order of its own tokens: in one product over the columns of all rows, how sums are
+        parted depends on how many there are.
         """
-        num_rows, size, most = len(query), query.shape[-1], self._table.shape[1]
-        q = query.reshape(num_rows, keys.shape[1], -1, size) * (size**-0.5 if scaling is None else scaling)
-        scores = self._weighted(q.index_select(0, self._block_rows), keys[: self._num_used])  # [N, H_kv, G, BLOCK]
-        scores = scores[self._table].permute(0, 2, 3, 1, 4).flatten(3)  # [B, H_kv, G, W]
+        size, num_heads = query.shape[-1], keys.shape[1]
+        q = query.reshape(len(query), num_heads, -1, size) * (size**-0.5 if scaling is None else scaling)
+        alike = num_heads, q.shape[2]
+        if alike not in self._sums:  # the same for all layers that are alike
+            self._sums[alike] = _Sums(self._table, self._counts, num_heads=num_heads, num_groups=q.shape[2])
+        sums = self._sums[alike]
+        scores = sums.of_keys(q, keys)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = torch.softmax(scores.add_(mask), dim=-1)
-        weights = weights.unflatten(3, (most, BLOCK)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        parts = self._weighted(weights.index_select(0, self._block_places), values[: self._num_used]).flatten(1)
-        out = parts.index_select(0, self._table[:, 0])
-        for number, count in enumerate(self._has_more[1:], start=1):
-            out[:count] += parts.index_select(0, self._table[:count, number])
-        return out.view(num_rows, 1, -1, values.shape[-1])
-
-    def _weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See `_Sums`: the same for all layers that are alike."""
-        if not rows.is_cpu:
-            return weights @ rows
-        if weights.shape not in self._sums:
-            self._sums[weights.shape] = _Sums(weights.shape)
-        return self._sums[weights.shape](weights, rows)
+        return sums.of_values(weights, values).view(len(query), 1, -1, values.shape[-1])
 
 
 class _Sums:
-    """Sums of rows: weights [N, H, G, S], rows [N, H, S, E] -> [N, H, G, E], in float32.
+    """Weighted sums over rows of a pool's memory, for B sequences whose blocks lie anywhere in it. In float32.
 
     That is the product of a few weights with a matrix of their own, thousands of times. On a CPU torch's batched
     product takes up to three times as long for it as its lookup of embeddings, which adds up weighted rows in their
-    order. Figures: docs/log.md.
+    order, wherever they lie. Figures: docs/log.md.
     """
 
-    def __init__(self, shape: torch.Size) -> None:
-        """`shape`: of weights."""
-        num_blocks, num_heads, _, num_summed = shape
-        numbers = torch.arange(num_blocks * num_heads * num_summed, dtype=torch.int32)
-        self._numbers = numbers.view(num_blocks, num_heads, 1, num_summed).expand(shape).flatten()
-        self._starts = torch.arange(0, shape.numel() + 1, num_summed, dtype=torch.int32)
+    def __init__(self, table: torch.Tensor, counts: Sequence[int], *, num_heads: int, num_groups: int) -> None:
+        """`table` [B, M], int32: the blocks of each sequence, of which its `counts` are there. `num_groups` G: queries
+        that share the keys and values of one of the `num_heads` H heads.
+        """
+        num, most = torch.tensor(counts), table.shape[1]
+        self._shape = len(counts), num_heads, num_groups, most
+        is_there = (torch.arange(most) < num[:, None])[:, None, None].expand(self._shape).flatten()
+        # Of each block that a query looks at: its place among [B, H, G, M], its query, and where in memory it is.
+        self._places = is_there.nonzero()[:, 0]
+        self._queries = self._places // most
+        of_heads = table[:, None, None] * num_heads + torch.arange(num_heads, dtype=torch.int32)[:, None, None]
+        self._blocks = of_heads.expand(self._shape).flatten()[self._places]
+        self._by_block = F.pad(is_there.cumsum(0, dtype=torch.int32), (1, 0))
+        by_query = num.repeat_interleave(num_heads * num_groups).cumsum(0, dtype=torch.int32)
+        self._by_query = F.pad(by_query, (1, 0))
+        self._numbers: dict[int, torch.Tensor] = {}
 
-    def __call__(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        sums = F.embedding_bag(
-            self._numbers,
-            rows.flatten(0, 2),
-            self._starts,
+    def of_keys(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """query [B, H, G, D], keys [N, H, D, BLOCK] -> [B, H, G, M BLOCK]; zeros where there is no block."""
+        size = query.shape[-1]
+        weights = query.reshape(-1, size).index_select(0, self._queries)
+        return self._summed(keys, self._by_block * size, weights, size).view(*self._shape[:3], -1)
+
+    def of_values(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """weights [B, H, G, M BLOCK], values [N, H, BLOCK, D] -> [B, H, G, D]."""
+        own = weights.view(-1, BLOCK).index_select(0, self._places)
+        return self._summed(values, self._by_query * BLOCK, own, BLOCK).view(*self._shape[:3], -1)
+
+    def _summed(self, memory: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
+        """Sums over the `size` rows of each block, of which there may be several between two `starts`."""
+        if size not in self._numbers:
+            numbers = self._blocks[:, None] * size + torch.arange(size, dtype=torch.int32)
+            self._numbers[size] = numbers.flatten()
+        return F.embedding_bag(
+            self._numbers[size],
+            memory.flatten(0, 2),
+            starts,
             mode="sum",
             per_sample_weights=weights.flatten(),
             include_last_offset=True,
         )
-        return sums.view(*weights.shape[:3], rows.shape[3])
 
 
 def _by_token(memory: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,8 +3,8 @@
 The model is the trainer's own (`trainer.families.load_model`), with the attention that the trainer gives it. Here that
 attention keeps each row's keys and values (`hf_cache`); a pass is computed by as many threads as it has work for, each
 with rows of its own (`hf_threads`), at least `LEAST_ROWS`, padding included. In float32 on a CPU a row's numbers are
-then the same to the last bit, whatever else is in the pass: on one thread, matrix products of a few rows and of many
-round alike, and so do sums that end with zeros.
+then the same to the last bit, whatever else is in the pass: on one thread, products by oneDNN round alike for a few
+rows and for many (those of MKL do not, on Intel's processors), and so do sums that end with zeros.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ Versions = Sequence[int | None]
 LEAST_ROWS = 8
 LEAST_WORK = 40e6
 """Multiplications in each layer that a thread is worth: threads that call small operations wait for each other."""
-LEAST_WEIGHTS = 1 << 18
-"""A layer of so many weights is no slower by `trainer.linear`, even in passes of a few rows."""
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, that prompts are read with at a time, by all threads together."""
 
@@ -58,7 +56,7 @@ def load_decoder(
     except ModelRefusedError as error:
         raise Refused(_refusal(path, str(error))) from None
     model.requires_grad_(False)
-    use_onednn(model.lm, least_weights=LEAST_WEIGHTS)
+    use_onednn(model.lm)
     _prove(model, path, max_length)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -257,10 +255,9 @@ class Decoder:
         then: Callable[[torch.Tensor, Sequence[int]], Sequence[T]],
         own: list[int],
     ) -> Sequence[T]:
-        """Of the rows at the places `own`, all of one pool; puts these into the order that the attention wants."""
+        """Of the rows at the places `own`, all of one pool."""
         pool = rows[own[0]].pool
         pool.extend([rows[i] for i in own], [positions[i] + 1 for i in own])
-        own.sort(key=lambda i: -len(rows[i].blocks))
         at = [positions[i] for i in own]
         attention = TokenAttention(pool, [rows[i] for i in own], at, self.device)
         padding = [0] * (-len(own) % LEAST_ROWS)

@@ -46,14 +46,18 @@ def sample(
     if any(w.top_p < 1.0 for w in kinds):
         nucleus = torch.tensor([w.top_p for w in wanted], device=logits.device)
         logprobs = _within_nucleus(logprobs, nucleus)
-    # Never the very end, where rounding could reach a token of probability 0. A row with fewer numbers has zeros, too.
+    # A row with fewer numbers than others has zeros, too.
     most = max(map(len, numbers))
-    padded = [[*(min(number, 1 - 1e-12) for number in own), *[0.0] * (most - len(own))] for own in numbers]
-    tokens = _passing(logprobs, torch.tensor(padded, dtype=torch.float64, device=logits.device))
+    padded = [own if len(own) == most else [*own, *[0.0] * (most - len(own))] for own in numbers]
+    # Never the very end, where rounding could reach a token of probability 0.
+    drawn = torch.tensor(padded, dtype=torch.float64, device=logits.device).clamp_(max=1 - 1e-12)
+    tokens = _passing(logprobs, drawn)
     if not all(w.temperature for w in kinds):
         greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]
+    kept: list[list[int]] = [[]] * len(wanted)
+    if any(w.top_k for w in kinds):
+        kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]
     found = zip(tokens.tolist(), logprobs.gather(-1, tokens).tolist(), numbers, kept, strict=True)
     return [
         [(token, logprob, ids) for token, logprob, _ in zip(of_row, logprobs_of_row, own, strict=False)]

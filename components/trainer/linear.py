@@ -26,14 +26,14 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def use_onednn(lm: nn.Module, *, least_weights: int = 0) -> None:
-    """Make `lm` compute its linear layers with `linear`, except the output head and layers of fewer weights.
+def use_onednn(lm: nn.Module) -> None:
+    """Make `lm` compute its linear layers with `linear`, except the output head.
 
     Like FSDP, this changes the layers' class: a wrapper would change the names of their weights.
     """
     head = lm.get_output_embeddings()  # type: ignore[operator]
     for module in lm.modules():
-        if type(module) is nn.Linear and module is not head and module.weight.numel() >= least_weights:
+        if type(module) is nn.Linear and module is not head:
             module.__class__ = Linear
 
 

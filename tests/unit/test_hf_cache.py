@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leeway.engines.hf_cache import BLOCK, BlockPool, TokenAttention, _Sums
+from leeway.engines.hf_cache import BLOCK, BlockPool, TokenAttention, _attention, _by_token, _in_rows, num_blocks
 
-LENGTHS = [70, 33, 3]  # before the token that attends
+LENGTHS = [33, 70, 3]  # before the token that attends
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -54,10 +54,40 @@ def test_a_pool_that_grows_shows_nobody_what_was_in_its_memory(monkeypatch: pyte
     assert all(x[: pool.num_used].isfinite().all() for layer in pool._layers for x in layer)
 
 
-@pytest.mark.parametrize(("num_blocks", "heads", "group", "summed", "width"), [(5, 2, 3, 20, 32), (1, 1, 1, 32, 7)])
-def test_sums_are_the_products_that_other_devices_compute(
-    num_blocks: int, heads: int, group: int, summed: int, width: int
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 4, None), (6, 2, None), (4, 2, 20)])
+def test_a_row_attends_alike_alone_and_among_others_wherever_its_blocks_are(
+    heads: int, kv_heads: int, window: int | None
 ) -> None:
+    """To the last bit; also beside a row that is not a number. And as other devices compute it, up to rounding."""
     torch.manual_seed(0)
-    weights, rows = torch.randn(num_blocks, heads, group, summed), torch.randn(num_blocks, heads, summed, width)
-    torch.testing.assert_close(_Sums(weights.shape)(weights, rows), weights @ rows)
+    lengths, size = [33, 200, 3, 64], 48
+    query = torch.randn(len(lengths), heads, 1, size)
+    keys, values = torch.randn(2, len(lengths), kv_heads, max(lengths) + 1, size)
+    keys[1, :, 100], values[1, :, 100] = float("nan"), float("nan")
+
+    def attended(order: list[int]) -> torch.Tensor:
+        pool = BlockPool()
+        rows = [pool.add([BLOCK])[0] for _ in order]
+        for _ in range(max(lengths) // BLOCK):  # a block at a time, so that no row's blocks are side by side
+            for row, i in zip(rows, order, strict=True):
+                pool.extend([row], [min(len(row.blocks) + 1, num_blocks(lengths[i] + 1)) * BLOCK])
+        memory = pool.layer(0, keys, values)
+        for row, i in zip(rows, order, strict=True):
+            for t in range(lengths[i]):
+                memory[0][row.blocks[t // BLOCK], :, :, t % BLOCK] = keys[i, :, t]
+                memory[1][row.blocks[t // BLOCK], :, t % BLOCK] = values[i, :, t]
+        at = [lengths[i] for i in order]
+        attention = TokenAttention(pool, rows, at, torch.device("cpu"))
+        new = (x[order, :, at][:, :, None] for x in (keys, values))
+        how = {"scaling": None, "window": window, "softcap": None}
+        out = attention.attend(query[order], *new, **how)
+        tables = (_in_rows(x, attention._table) for x in _by_token(memory))
+        elsewhere = _attention(query[order], *tables, attention._masks[window], None, None)
+        torch.testing.assert_close(out, elsewhere, equal_nan=True)
+        return out
+
+    among = attended([0, 1, 2, 3])
+    assert among[1].isnan().any()
+    for order in ([3, 2, 1, 0], [0], [2], [3, 0]):
+        for i, row in zip(order, attended(order), strict=True):
+            assert row.equal(among[i]) or i == 1
