@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,8 @@ def is_forked(report: dict[str, Any], server: psutil.Process) -> bool:
 
 
 def wait_for_end(pid: int) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(WAIT_S)
-    except psutil.NoSuchProcess:
-        pass
 
 
 def test_a_worker_is_forked_and_gets_all_that_its_client_has(clients: Clients, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def test_freed_memory_is_kept_unless_the_user_decided_otherwise_and_given_back_w
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
     }
     env |= own | {"NUMPY_MADVISE_HUGEPAGE": "0"}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
     before, kept, given_back = map(int, done.stdout.split())
     pages = 4 * 2**25 // os.sysconf("SC_PAGESIZE")
     assert before > pages / 2
