@@ -146,8 +146,7 @@ class Stepper:
         settings = self._settings
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._loss_scale.divide(parameters)
-        norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = self._clip(parameters)
         lr = learning_rate(settings, policy_version, total_steps=self._total_steps)
         overflowed = self._loss_scale.adapt(is_finite=math.isfinite(norm))
         if math.isfinite(norm):
@@ -161,6 +160,14 @@ class Stepper:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = {"train/grad_norm": norm, "train/lr": lr, "train/skipped_steps": float(self._skipped)}
         return metrics | self._loss_scale.metrics()
+
+    def _clip(self, parameters: list[nn.Parameter]) -> float:
+        """As `clip_grad_norm_`, which multiplies every gradient, also by 1. Returns the norm."""
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        own = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if not own + 1e-6 <= self._settings.max_grad_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, norm)
+        return own
 
     def _skip(self, norm: float, policy_version: int, *, counts: bool) -> None:
         self._skipped += 1
