@@ -5,6 +5,7 @@ attention keeps each row's keys and values (`hf_cache`); a pass is computed by a
 with rows of its own (`hf_threads`), at least `LEAST_ROWS`, padding included. In float32 on a CPU a row's numbers are
 then the same to the last bit, whatever else is in the pass: on one thread, products by oneDNN round alike for a few
 rows and for many (those of MKL do not, on Intel's processors), and so do sums that end with zeros.
+A mixture's experts are no such layers: on Intel's processors they are an exception.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Decoder:
         return [next(copies[i]) for i in places]
 
     def copy_aside(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
-        """As `copy`, set aside: passes go over all blocks of a pool, and would over these."""
+        """As `copy`, set aside: these have no part in how rows are shared out among threads."""
         return self._waiting.copy(rows, lengths)
 
     def free(self, rows: Sequence[Row]) -> None:

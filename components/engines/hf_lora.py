@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..collector.engine import StagedWeights
 from ..config.inputs import LoraConfig
+from ..trainer.linear import linear
 from ..trainer.lora import base_entry, base_error, lora_targets, low_rank
 from ..weights import Manifest, TensorEntry, checksum_of, digest_of, read_bucket
 from .hf_weights import ModelTensors, buckets_of, confirm
@@ -41,7 +41,7 @@ class _Routed(nn.Linear):
     routing: _Pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = F.linear(input, self.weight, self.bias)
+        out = linear(input, self.weight, self.bias)
         routing = self.routing
         for weights, rows in routing.parts:
             tokens = input.numel() // input.shape[-1]

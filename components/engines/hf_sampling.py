@@ -55,7 +55,7 @@ def sample(
     if not all(w.temperature for w in kinds):
         greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
         tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    kept: list[list[int]] = [[]] * len(wanted)
+    kept: list[list[int]] = [[] for _ in wanted]
     if any(w.top_k for w in kinds):
         kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]
     found = zip(tokens.tolist(), logprobs.gather(-1, tokens).tolist(), numbers, kept, strict=True)

@@ -1,9 +1,10 @@
 """Linear layers in float32 on x86 processors, by oneDNN.
 
 There, torch sends float32 products to MKL, which is slower on AMD processors, and rounds a row differently depending on
-how many rows and threads there are. oneDNN, which torch uses for bfloat16, rounds a row the same way whenever there are
-at least two. torch exposes its float32 product as the operator that torch.compile fuses layers into. Elsewhere, and
-for other types, these layers are plain `nn.Linear`. Figures: docs/log.md.
+how many rows and threads there are. oneDNN rounds a row of float32 the same way whenever there are at least two (in
+bfloat16, for which torch uses it, not on processors with AMX). torch exposes its float32 product as the operator that
+torch.compile fuses layers into. Elsewhere, and for other types, these layers are plain `nn.Linear`. Figures:
+docs/log.md.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.collector.engine import EngineLost, EngineSettings, StagedWeights
+from leeway.config.inputs import LoraConfig
 from leeway.engines.hf_decode import load_decoder
 from leeway.engines.hf_engine import HfEngine
+from leeway.engines.hf_lora import Adapters
 from leeway.engines.hf_threads import PassThreads
 from leeway.engines.hf_weights import ModelTensors, load, read_back
 from leeway.failures import Refused
@@ -68,12 +70,14 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "heads", "kv_heads", "longest"), [(1, 4, 4, 45), (2, 4, 4, 45), (3, 7, 1, 400), (2, 4, 2, 45)]
+    ("number", "heads", "kv_heads", "longest", "adapted"),
+    [(1, 4, 4, 45, False), (2, 4, 4, 45, False), (3, 7, 1, 400, False), (2, 4, 2, 45, False), (1, 4, 4, 45, True)],
 )
 def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
-    number: int, heads: int, kv_heads: int, longest: int, tmp_path: Path
+    number: int, heads: int, kv_heads: int, longest: int, adapted: bool, tmp_path: Path
 ) -> None:
-    """To the last bit, in float32: alone, and among a hundred others of other lengths."""
+    """To the last bit, in float32: alone, and among a hundred others of other lengths. `adapted`: with layers that may
+    have adapters."""
     sizes = {"hidden_size": 192, "intermediate_size": 768, "head_dim": 48, "vocab_size": 304}
     folder = save(
         tmp_path / "model",
@@ -91,6 +95,8 @@ def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
             cpu = torch.device("cpu")
             with torch.inference_mode(False):
                 decoder = load_decoder(folder, max_length=512, device=cpu, dtype=torch.float32, threads=threads)
+                if adapted:
+                    decoder.adapters = Adapters(decoder.model.lm, LoraConfig(rank=4, alpha=8.0), dtype=torch.float32)
 
             def logits_of(sequences: list[list[int]]) -> torch.Tensor:
                 own = decoder.beside()
