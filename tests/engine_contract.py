@@ -314,7 +314,7 @@ class EngineContract:
     @pytest.mark.parametrize("scale", [1e-4, 0.02])
     def test_clean_weight_syncs_raise_no_alarm(self, served: Served, scale: float) -> None:
         gaps = [served.give(*served.publisher.next(scale)) for _ in range(5)]
-        assert 0 < max(gaps) <= TOLERANCE
+        assert max(gaps) <= TOLERANCE
 
     @pytest.mark.parametrize(("n", "temperature"), [(2, 1.0), (1, 0.0)])
     def test_whoever_listens_hears_each_token_as_it_is_answered(
@@ -341,13 +341,13 @@ class EngineContract:
         """They live through three updates: each token's logprob is that of the weights that its version names."""
         most, before, after = _in_flight(served, "recompute", temperature=temperature)
         assert most >= 3, "no completion lived through the updates"
-        assert 0 < max(before, after) <= TOLERANCE
+        assert max(before, after) <= TOLERANCE
 
     @pytest.mark.slow
     def test_an_engine_that_has_slept_goes_on_exactly(self, served: Served) -> None:
         most, before, after = _in_flight(served, "recompute", temperature=1.0, asleep=True)
         assert most >= 3, "no completion lived through the updates"
-        assert 0 < max(before, after) <= TOLERANCE
+        assert max(before, after) <= TOLERANCE
 
     def test_an_engine_that_wakes_by_half_a_version_is_refused_by_name(self, served: Served) -> None:
         """What it held before its sleep is gone: a weight that is not loaded is nobody's."""
