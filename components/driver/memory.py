@@ -213,8 +213,9 @@ def activation_bytes(config: Config, shape: ModelShape, computed: int) -> int:
     keys = shape.num_kv_heads * shape.head_dim
     norms = 2 * (h * max(4, computed) + 2 * h * computed)
     routed = 2 * shape.experts_per_token * h
-    attended = 4 if config.cluster.device == "cpu" else computed  # see `packed_attention`
-    layer = norms + attended * 2 * (attention + keys) + computed * (attention + 4 * inner + routed)
+    result = 4 if config.cluster.device == "cpu" else computed  # see `bucketed_attention`
+    attended = computed * (attention + 2 * keys) + result * attention
+    layer = norms + attended + computed * (attention + 4 * inner + routed)
     if config.train.gradient_checkpointing:
         return tokens * (shape.num_layers * h * computed + layer)
     return tokens * shape.num_layers * layer

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from .cpu_attention import bucketed_attention
 from .layout import AttentionGroup, Layout
 
 NAME = "leeway_packed"
@@ -79,8 +80,10 @@ def packed_attention(
     is_plain = softcap is None and q.shape[-1] == v.shape[-1]
     if is_plain and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         out = _variable_length(q, k, v, layout, scaling, sliding_window)
+    elif is_plain and q.is_cpu:
+        out = bucketed_attention(q, k, v, layout, scaling, sliding_window)
     else:
-        if q.is_cpu:  # the backward pass of its kernel is ten times as slow in types of two bytes
+        if q.is_cpu:  # where products in types of two bytes are slow, and backward passes slower
             q, k, v = q.float(), k.float(), v.float()
         outputs = [_padded(q, k, v, bucket, scaling, sliding_window, softcap) for bucket in layout.buckets]
         out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, layout.restore).to(query.dtype)

@@ -279,6 +279,21 @@ def test_on_a_cpu_attention_in_two_bytes_rounds_nothing_but_its_result(dtype):
         assert torch.equal(rounded, exact)
 
 
+def test_on_a_cpu_attention_keeps_the_row_and_no_copies_of_what_answers_share():
+    segments = [Segment(0, 100), *(Segment(100 + 5 * i, 5, ((0, 100),)) for i in range(8))]
+    q, k, v = (torch.randn(1, heads, 140, 8, requires_grad=True) for heads in (4, 2, 2))
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        packed_attention(torch.nn.Identity(), q, k, v, None, layout=make_layout(segments))  # type: ignore[call-arg]
+    row = sum(x.untyped_storage().nbytes() for x in (q, k, v))
+    assert row < sum(kept.values()) < 2 * row, "also the result, and a number for each query and head"
+
+
 BEGIN = [(7 * i) % VOCAB for i in range(20)]
 
 
