@@ -5,7 +5,7 @@ attention keeps each row's keys and values (`hf_cache`); a pass is computed by a
 with rows of its own (`hf_threads`), at least `LEAST_ROWS`, padding included. In float32 on a CPU a row's numbers are
 then the same to the last bit, whatever else is in the pass: on one thread, products by oneDNN round alike for a few
 rows and for many (those of MKL do not, on Intel's processors), and so do sums that end with zeros.
-A mixture's experts are no such layers: on Intel's processors they are an exception.
+A mixture's router and experts are no such layers: their products are asked for one by one, and sent to oneDNN too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
-from ..trainer.linear import linear, use_onednn
+from ..trainer.linear import OneDnnProducts, linear, use_onednn
 from ..trainer.scoring import ScoringModel, is_packed, output_head, pass_arguments
 from .hf_cache import BLOCK, AllWasRead, BlockPool, ReadAttention, Row, TokenAttention
 from .hf_threads import HeadInputs, PassThreads
@@ -58,6 +58,8 @@ def load_decoder(
         raise Refused(_refusal(path, str(error))) from None
     model.requires_grad_(False)
     use_onednn(model.lm)
+    if device.type == "cpu" and model.lm._can_set_experts_implementation():
+        model.lm.set_experts_implementation("eager")  # asks `F.linear` for each product
     _prove(model, path, max_length)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -80,6 +82,7 @@ class Decoder:
         self._pools = [BlockPool() for _ in range(threads.number)]
         self._waiting = BlockPool()
         self._weights_per_layer = _weights_per_layer(model)
+        self._has_experts = self.device.type == "cpu" and model.lm._can_set_experts_implementation()
         self._num_layers: int | None = None  # that attend; known once a pass went through all of them
         self._heads = HeadInputs()
         self._converted_head = _ConvertedHead()
@@ -320,7 +323,7 @@ class Decoder:
         adapted = nullcontext()
         if self.adapters is not None:
             adapted = self.adapters.applied(versions, num_rows=num_rows, width=width)
-        with adapted:
+        with adapted, OneDnnProducts() if self._has_experts else nullcontext():
             return self._heads.taken(functools.partial(self.model.lm, **given))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 LEAST_ROWS_TO_TRANSPOSE = 1024
 """The input's gradient needs the transposed weight. From this many rows on, oneDNN saves more than the copy costs."""
@@ -36,6 +37,23 @@ def use_onednn(lm: nn.Module) -> None:
     for module in lm.modules():
         if type(module) is nn.Linear and module is not head:
             module.__class__ = Linear
+
+
+class OneDnnProducts(TorchFunctionMode):
+    """While it is entered, `F.linear` is `linear`, with two rows at least: where products are asked for without a
+    layer, as by the router and the experts of a mixture. It costs each call of torch a microsecond.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        return _of_two_rows(*args, **(kwargs or {}))
+
+
+def _of_two_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if input.numel() != input.shape[-1]:
+        return linear(input, weight, bias)
+    return linear(input.expand(2, *input.shape), weight, bias)[0]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

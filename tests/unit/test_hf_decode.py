@@ -70,21 +70,27 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "heads", "kv_heads", "longest", "adapted"),
-    [(1, 4, 4, 45, False), (2, 4, 4, 45, False), (3, 7, 1, 400, False), (2, 4, 2, 45, False), (1, 4, 4, 45, True)],
+    ("number", "heads", "kv_heads", "longest", "kind", "adapted"),
+    [
+        (1, 4, 4, 45, "qwen2", False),
+        (2, 4, 4, 45, "qwen2", False),
+        (3, 7, 1, 400, "qwen2", False),
+        (2, 4, 2, 45, "qwen2", False),
+        (1, 4, 4, 45, "qwen2", True),
+        (2, 4, 4, 45, "mixtral", False),
+    ],
 )
 def test_the_numbers_of_a_row_are_its_own_on_any_number_of_threads(
-    number: int, heads: int, kv_heads: int, longest: int, adapted: bool, tmp_path: Path
+    number: int, heads: int, kv_heads: int, longest: int, kind: str, adapted: bool, tmp_path: Path
 ) -> None:
     """To the last bit, in float32: alone, and among a hundred others of other lengths. `adapted`: with layers that may
     have adapters."""
     sizes = {"hidden_size": 192, "intermediate_size": 768, "head_dim": 48, "vocab_size": 304}
     folder = save(
         tmp_path / "model",
-        "qwen2",
-        **sizes,
+        kind,
+        **(sizes | GENERATED[kind] | {"num_key_value_heads": kv_heads}),
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
         max_position_embeddings=512,
     )
     sequences = [[3 + (7 * i + t * t) % 40 for t in range(6 + 7 * i % (longest - 6))] for i in range(101)]

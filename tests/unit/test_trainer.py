@@ -531,18 +531,20 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
         kl=KLPenalty(coef=0.1, target=0.01),
         entropy_coef=0.01,
     )
-    settings = settings_of(
-        model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective, forward_prefetch=1, **sharded
-    )
+    # A limit by which some steps are cut, and others less: Adam tells them apart.
+    same = {"max_tokens_per_microbatch": 60, "objective": objective, "max_grad_norm": 0.5}
+    settings = settings_of(model_path, num_ranks=2, forward_prefetch=1, **same, **sharded)
     address = free_address()
     others = [batch_of(trajectories, share=slice(split, None)) for trajectories, split in steps]
     other_ranks.begin(RANK_1, {1: (settings, address, others, str(tmp_path / "hf"))})
-    alone = make(max_tokens_per_microbatch=60, objective=objective)
+    alone = make(**same)
     expected = []
     for i, (trajectories, _) in enumerate(steps):
         metrics = alone.forward_backward(batch_of(trajectories)) | alone.optim_step()
         expected.append((metrics, *published(alone)))
         assert i + 1 == alone.policy_version
+    norms = [metrics["train/grad_norm"] for metrics, *_ in expected]
+    assert max(norms) > 0.5 and len({min(1, 0.5 / norm) for norm in norms}) > 1
     end_group()
     together = Trainer(settings, rank=0, init_method=address)
     for (trajectories, split), (metrics, manifest, _, tensors) in zip(steps, expected, strict=True):
