@@ -54,24 +54,31 @@ def test_a_pool_that_grows_shows_nobody_what_was_in_its_memory(monkeypatch: pyte
     assert all(x[: pool.num_used].isfinite().all() for layer in pool._layers for x in layer)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(4, 4, None), (6, 2, None), (4, 2, 20)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "value_size", "window", "softcap"),
+    [(4, 4, 48, None, None), (6, 2, 48, None, None), (4, 2, 48, 20, None), (4, 2, 20, None, 0.5)],
+)
 def test_a_row_attends_alike_alone_and_among_others_wherever_its_blocks_are(
-    heads: int, kv_heads: int, window: int | None
+    heads: int, kv_heads: int, value_size: int, window: int | None, softcap: float | None
 ) -> None:
-    """To the last bit; also beside a row that is not a number. And as other devices compute it, up to rounding."""
+    """To the last bit; also beside a row that is not a number, with blocks to spare, and after a layer of other heads.
+    And as other devices compute it, up to rounding.
+    """
     torch.manual_seed(0)
     lengths, size = [33, 200, 3, 64], 48
-    query = torch.randn(len(lengths), heads, 1, size)
-    keys, values = torch.randn(2, len(lengths), kv_heads, max(lengths) + 1, size)
+    query, of_other_layer = torch.randn(len(lengths), heads, 1, size), torch.randn(3, len(lengths), 3, 1, BLOCK)
+    keys = torch.randn(len(lengths), kv_heads, max(lengths) + 1, size)
+    values = torch.randn(len(lengths), kv_heads, max(lengths) + 1, value_size)
     keys[1, :, 100], values[1, :, 100] = float("nan"), float("nan")
 
     def attended(order: list[int]) -> torch.Tensor:
         pool = BlockPool()
         rows = [pool.add([BLOCK])[0] for _ in order]
-        for _ in range(max(lengths) // BLOCK):  # a block at a time, so that no row's blocks are side by side
+        for _ in range(max(lengths) // BLOCK + 1):  # a block at a time, so that no row's blocks are side by side
             for row, i in zip(rows, order, strict=True):
-                pool.extend([row], [min(len(row.blocks) + 1, num_blocks(lengths[i] + 1)) * BLOCK])
-        memory = pool.layer(0, keys, values)
+                pool.extend([row], [min(len(row.blocks) + 1, num_blocks(lengths[i] + 1) + i % 2) * BLOCK])
+        pool.layer(0, *of_other_layer[1:])
+        memory = pool.layer(1, keys, values)
         for row, i in zip(rows, order, strict=True):
             for t in range(lengths[i]):
                 memory[0][row.blocks[t // BLOCK], :, :, t % BLOCK] = keys[i, :, t]
@@ -79,10 +86,11 @@ def test_a_row_attends_alike_alone_and_among_others_wherever_its_blocks_are(
         at = [lengths[i] for i in order]
         attention = TokenAttention(pool, rows, at, torch.device("cpu"))
         new = (x[order, :, at][:, :, None] for x in (keys, values))
-        how = {"scaling": None, "window": window, "softcap": None}
+        how = {"scaling": None, "window": window, "softcap": softcap}
+        attention.attend(*of_other_layer[:, order], **how)
         out = attention.attend(query[order], *new, **how)
         tables = (_in_rows(x, attention._table) for x in _by_token(memory))
-        elsewhere = _attention(query[order], *tables, attention._masks[window], None, None)
+        elsewhere = _attention(query[order], *tables, attention._masks[window], None, softcap)
         torch.testing.assert_close(out, elsewhere, equal_nan=True)
         return out
 

@@ -531,7 +531,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
         kl=KLPenalty(coef=0.1, target=0.01),
         entropy_coef=0.01,
     )
-    # A limit by which some steps are cut, and others less: Adam tells them apart.
+    # A limit that cuts steps by different factors: Adam would not tell of one.
     same = {"max_tokens_per_microbatch": 60, "objective": objective, "max_grad_norm": 0.5}
     settings = settings_of(model_path, num_ranks=2, forward_prefetch=1, **same, **sharded)
     address = free_address()
@@ -544,7 +544,8 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
         expected.append((metrics, *published(alone)))
         assert i + 1 == alone.policy_version
     norms = [metrics["train/grad_norm"] for metrics, *_ in expected]
-    assert max(norms) > 0.5 and len({min(1, 0.5 / norm) for norm in norms}) > 1
+    assert min(norms) > 0.5
+    assert len({*norms}) > 1
     end_group()
     together = Trainer(settings, rank=0, init_method=address)
     for (trajectories, split), (metrics, manifest, _, tensors) in zip(steps, expected, strict=True):
