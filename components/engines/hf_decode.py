@@ -5,7 +5,7 @@ attention keeps each row's keys and values (`hf_cache`); a pass is computed by a
 with rows of its own (`hf_threads`), at least `LEAST_ROWS`, padding included. In float32 on a CPU a row's numbers are
 then the same to the last bit, whatever else is in the pass: on one thread, products by oneDNN round alike for a few
 rows and for many (those of MKL do not, on Intel's processors), and so do sums that end with zeros.
-A mixture's router and experts are no such layers: their products are asked for one by one, and sent to oneDNN too.
+The router and the experts of a mixture are no linear layers: what they ask of `F.linear` is sent to oneDNN too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
@@ -58,7 +59,7 @@ def load_decoder(
         raise Refused(_refusal(path, str(error))) from None
     model.requires_grad_(False)
     use_onednn(model.lm)
-    if device.type == "cpu" and model.lm._can_set_experts_implementation():
+    if has_experts(model.lm):
         model.lm.set_experts_implementation("eager")  # asks `F.linear` for each product
     _prove(model, path, max_length)
     for parameter in model.parameters():
@@ -82,7 +83,7 @@ class Decoder:
         self._pools = [BlockPool() for _ in range(threads.number)]
         self._waiting = BlockPool()
         self._weights_per_layer = _weights_per_layer(model)
-        self._has_experts = self.device.type == "cpu" and model.lm._can_set_experts_implementation()
+        self._has_experts = has_experts(model.lm)
         self._num_layers: int | None = None  # that attend; known once a pass went through all of them
         self._heads = HeadInputs()
         self._converted_head = _ConvertedHead()
@@ -325,6 +326,11 @@ class Decoder:
             adapted = self.adapters.applied(versions, num_rows=num_rows, width=width)
         with adapted, OneDnnProducts() if self._has_experts else nullcontext():
             return self._heads.taken(functools.partial(self.model.lm, **given))
+
+
+def has_experts(lm: PreTrainedModel) -> bool:
+    """Whether layers of this model, on a CPU, have experts that can be asked one by one."""
+    return lm.device.type == "cpu" and lm._can_set_experts_implementation()
 
 
 class _ConvertedHead:

@@ -83,7 +83,7 @@ def packed_attention(
     elif is_plain and q.is_cpu:
         out = bucketed_attention(q, k, v, layout, scaling, sliding_window)
     else:
-        if q.is_cpu:  # where products in types of two bytes are slow, and backward passes slower
+        if q.is_cpu:  # which is slow in types of two bytes, backward most of all
             q, k, v = q.float(), k.float(), v.float()
         outputs = [_padded(q, k, v, bucket, scaling, sliding_window, softcap) for bucket in layout.buckets]
         out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, layout.restore).to(query.dtype)

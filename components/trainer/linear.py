@@ -9,6 +9,8 @@ docs/log.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,22 @@ def _of_two_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if input.numel() != input.shape[-1]:
         return linear(input, weight, bias)
     return linear(input.expand(2, *input.shape), weight, bias)[0]
+
+
+@contextmanager
+def multiplied_in_bfloat16() -> Iterator[None]:
+    """On a processor with AMX, oneDNN multiplies float32 numbers as bfloat16, and adds up in float32.
+
+    Numbers that come from bfloat16 are not rounded by that, but for subnormal ones, which count as 0. It is a setting
+    of the process: no other thread may compute products meanwhile.
+    """
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

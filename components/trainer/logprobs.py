@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .linear import linear
+from .linear import linear, multiplied_in_bfloat16
 
 # Tiles are never narrower than this, however many tokens there are; hidden states are wider.
 MIN_COLUMNS = 32
@@ -80,7 +81,10 @@ def head_logits(
     """hidden [..., D], weight [V, D], bias [V] -> logits [..., V], computed in `dtype` (None: that of the weights)."""
     if dtype is None or dtype == weight.dtype:
         return linear(hidden, weight, bias)
-    return linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    given = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    from_bfloat16 = hidden.is_cpu and hidden.dtype == weight.dtype == torch.bfloat16
+    with multiplied_in_bfloat16() if from_bfloat16 else nullcontext():
+        return linear(*given)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -164,7 +164,7 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     assert len(run.metrics()) >= len(rows)
     assert sequences == [32.0] * len(sequences)
     assert gaps, "the canary was scored"
-    assert 0 <= min(gaps) <= max(gaps) <= 1e-4, "0: both sides compute with the same operations"
+    assert all(gap <= 1e-4 for gap in gaps)  # 0 where both sides compute with the same operations
     assert 0 < max(run.series("train/logprob_gap/max")) <= 1e-4
     assert run.series("eval/test/reward"), "the split test of the same folder was answered before the first step"
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from leeway.trainer import logprobs as chunks
-from leeway.trainer.logprobs import LogitTransform, token_logprobs
+from leeway.trainer.logprobs import LogitTransform, head_logits, token_logprobs
 from leeway.trainer.scoring import ScoringModel
 
 S, D, V = 23, 16, 57
@@ -181,3 +181,16 @@ def test_an_entropy_with_a_gradient_is_the_same_some_tokens_at_a_time(kind):
     for got, expected in zip(*results, strict=True):
         assert expected.norm() > 0
         assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
+def test_a_head_in_float32_rounds_nothing_that_it_multiplies(types):
+    """The units of bfloat16 multiply what comes from it, and only that."""
+    torch.manual_seed(0)
+    hidden = torch.randn(70, 96).to(types[0])
+    weight, bias = torch.randn(500, 96).to(types[1]), torch.randn(500).to(types[1])
+    exact = hidden.double() @ weight.double().t() + bias.double()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    logits = head_logits(hidden, weight, bias, torch.float32)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=1e-4)
