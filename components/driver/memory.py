@@ -213,9 +213,8 @@ def activation_bytes(config: Config, shape: ModelShape, computed: int) -> int:
     keys = shape.num_kv_heads * shape.head_dim
     norms = 2 * (h * max(4, computed) + 2 * h * computed)
     routed = 2 * shape.experts_per_token * h
-    result = (
-        4 if config.cluster.device == "cpu" else computed
-    )  # see `bucketed_attention`; scores of a soft cap are left out
+    # See `bucketed_attention`. What a soft cap keeps of scores is left out.
+    result = 4 if config.cluster.device == "cpu" else computed
     attended = computed * (attention + 2 * keys) + result * attention
     layer = norms + attended + computed * (attention + 4 * inner + routed)
     if config.train.gradient_checkpointing:

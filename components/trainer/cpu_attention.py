@@ -21,8 +21,8 @@ _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 def bucketed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """q [T, H, D], k and v [T, H_kv, D] -> [T, H, D], of q's type. Computed in float32, as the kernel's backward pass is
-    ten times as slow in types of two bytes; only the result and the gradients are rounded.
+    """q [T, H, D], k and v [T, H_kv, D] -> [T, H, D], of q's type. Computed in float32, as the kernel's backward pass
+    is ten times as slow in types of two bytes; only the result and the gradients are rounded.
     """
     return _Attention.apply(q, k, v, layout, scaling, window)  # type: ignore[no-any-return]
 
