@@ -86,7 +86,7 @@ def packed_attention(
         if q.is_cpu:  # which is slow in types of two bytes, backward most of all
             q, k, v = q.float(), k.float(), v.float()
         outputs = [_padded(q, k, v, bucket, scaling, sliding_window, softcap) for bucket in layout.buckets]
-        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, layout.restore).to(query.dtype)
+        out = layout.in_row(outputs).to(query.dtype)
     return out.unflatten(0, (num_rows, width)), None
 
 
@@ -99,22 +99,14 @@ def _padded(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[T, H, D] -> [n * Q, H, D]: one batched call for the segments of a bucket."""
-
-    def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
-
-    queries, keys, values = gather(q, bucket.query_index), gather(k, bucket.key_index), gather(v, bucket.key_index)
-    if (groups := q.shape[1] // k.shape[1]) > 1:
-        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    """[T, H, D] -> [n, H, Q, D]: one batched call for the segments of a bucket."""
+    queries, keys, values = bucket.gathered(q, k, v)
     mask = bucket.mask(window, q.dtype)
     if softcap is None:
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling
         )
-    else:
-        out = _capped(queries, keys, values, bucket, window, scaling, softcap)
-    return out.transpose(1, 2).flatten(0, 1)
+    return _capped(queries, keys, values, bucket, window, scaling, softcap)
 
 
 def _capped(

@@ -41,13 +41,13 @@ class _Attention(torch.autograd.Function):
         outputs, logsumexps = [], []  # of each bucket
         for bucket in layout.buckets:
             mask = bucket.mask(window, torch.float32)
-            given = _gathered(q, k, v, bucket)
+            given = _gathered(bucket, q, k, v)
             out, logsumexp = _attend(*given, 0.0, mask is None, attn_mask=mask, scale=scaling)
             outputs.append(out)
             logsumexps.append(logsumexp)
         ctx.save_for_backward(q, k, v, *outputs, *logsumexps)
         ctx.layout, ctx.scaling, ctx.window = layout, scaling, window
-        return _in_row(outputs, layout).to(q.dtype)
+        return layout.in_row(outputs).to(q.dtype)
 
     @staticmethod
     @once_differentiable
@@ -64,7 +64,7 @@ class _Attention(torch.autograd.Function):
             mask = bucket.mask(ctx.window, torch.float32)
             of_queries, *of_keys_and_values = _attend_backward(
                 grads[start:end].view(*bucket.query_index.shape, *grad.shape[1:]).transpose(1, 2),
-                *_gathered(q, k, v, bucket),
+                *_gathered(bucket, q, k, v),
                 out,
                 logsumexp,
                 0.0,
@@ -76,32 +76,9 @@ class _Attention(torch.autograd.Function):
             for total, of_heads in zip((for_k, for_v), of_keys_and_values, strict=True):
                 if (groups := q.shape[1] // k.shape[1]) > 1:
                     of_heads = of_heads.unflatten(1, (-1, groups)).sum(2)
-                total.index_add_(0, bucket.key_index.flatten(), _as_rows(of_heads))
-        return _in_row(for_q, ctx.layout).to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None, None
+                total.index_add_(0, bucket.key_index.flatten(), of_heads.transpose(1, 2).flatten(0, 1))
+        return ctx.layout.in_row(for_q).to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None, None
 
 
-def _gathered(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: AttentionGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n, H, Q or K, D] each, in float32: the kernel takes no fewer heads of keys than of queries."""
-    groups = q.shape[1] // k.shape[1]
-    keys, values = (_gather(x, bucket.key_index) for x in (k, v))
-    if groups > 1:
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
-    return _gather(q, bucket.query_index), keys, values
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[T, H, D], [n, Q] -> [n, H, Q, D] in float32."""
-    return x.index_select(0, index.flatten()).float().view(*index.shape, *x.shape[1:]).transpose(1, 2)
-
-
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[n, H, Q, D] -> [n * Q, H, D]"""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _in_row(parts: list[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """[n, H, Q, D] of each bucket -> [T, H, D]"""
-    rows = [_as_rows(part) for part in parts]
-    return (rows[0] if len(rows) == 1 else torch.cat(rows)).index_select(0, layout.restore)
+def _gathered(bucket: AttentionGroup, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.float() for x in bucket.gathered(*row))

@@ -81,6 +81,20 @@ class AttentionGroup:
             self._masks[window, dtype] = mask[:, None]
         return self._masks[window, dtype]
 
+    def gathered(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, H, D], k and v [T, H_kv, D] of the row -> [n, H, Q or K, D] each: no kernel is asked for fewer heads of
+        keys than of queries.
+        """
+        queries, keys, values = (
+            x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+            for x, index in ((q, self.query_index), (k, self.key_index), (v, self.key_index))
+        )
+        if (groups := q.shape[1] // k.shape[1]) > 1:
+            keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+        return queries, keys, values
+
     def to(self, device: torch.device) -> AttentionGroup:
         offsets = None if self.offsets is None else self.offsets.to(device)
         return AttentionGroup(self.query_index.to(device), self.key_index.to(device), offsets)
@@ -102,6 +116,11 @@ class Layout:
     key_index: torch.Tensor | None  # int64 [sum of keys]; None: the row itself
     max_queries: int
     max_keys: int
+
+    def in_row(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[n, H, Q, D] of each bucket -> [T, H, D]"""
+        rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)).index_select(0, self.restore)
 
     def to(self, device: torch.device) -> Layout:
         if device == self.restore.device:
