@@ -90,7 +90,10 @@ class SuspectWatch:
         # Texts first: one that is right for many answers is a suspect from its first appearance in this batch on.
         for answer in answers:
             self._remember(answer)
-        found = [(answer, signs) for _, full in groups for answer in full if (signs := self._signs(answer, full))]
+        found = []
+        for _, full in groups:
+            read: dict[str, list[str]] = {}  # short answers to one question are often the same text
+            found += [(answer, signs) for answer in full if (signs := self._signs(answer, full, read))]
         for answer in answers:
             self._lengths_like(answer).append(answer.num_tokens)
         counts = Counter(sign for _, signs in found for sign in signs)
@@ -107,8 +110,11 @@ class SuspectWatch:
             **{f"reward_hacking/{sign}": float(counts[sign]) for sign in SIGNS},
         }, rows[:MAX_ROWS]
 
-    def _signs(self, answer: _Answer, group: Sequence[_Answer]) -> list[str]:
-        signs = signs_in(answer.text, prompt=_asked(answer.task), answer=answer.task.answer)
+    def _signs(self, answer: _Answer, group: Sequence[_Answer], read: dict[str, list[str]]) -> list[str]:
+        """`read`: what was found in the texts of its group so far."""
+        if answer.text not in read:
+            read[answer.text] = signs_in(answer.text, prompt=_asked(answer.task), answer=answer.task.answer)
+        signs = list(read[answer.text])
         if not answer.one_turn:  # what the environment wrote is no answer
             signs = [sign for sign in signs if sign not in ("no_attempt", "many_answers")]
         if self._is_too_short(answer, group):
@@ -120,6 +126,8 @@ class SuspectWatch:
     def _is_too_short(self, answer: _Answer, group: Sequence[_Answer]) -> bool:
         """Against the other full scores of its task, or, where these are too few, of earlier batches of its taskset."""
         others = [other.num_tokens for other in group if other is not answer]
+        if len(others) >= MIN_OTHERS and max(others) < MIN_TOKENS:  # as their median is then
+            return False
         if len(others) < MIN_OTHERS:
             others = self._lengths_like(answer)
             if len(others) < LENGTHS_NEEDED:

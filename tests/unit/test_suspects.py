@@ -98,6 +98,17 @@ def test_a_verdict_without_the_work_of_the_others_is_too_short() -> None:
     assert metrics["suspects"] == 0, "where little is needed, less is no sign"
 
 
+def test_answers_of_the_same_words_are_told_apart_by_length_and_by_question() -> None:
+    repeated = "What is 3 plus 1, please?"
+    _, rows = inspected(
+        (task(3), group(task(3), [repeated] * 5, tokens=[2, 50, 50, 50, 50])),
+        (task(4), group(task(4), [repeated] * 2)),
+    )
+    found = [(row["group_id"], row["sequence_id"], row["signs"]) for row in rows]
+    assert found[:5] == [(3, 0, ["no_attempt", "too_short"]), *((3, i, ["no_attempt"]) for i in range(1, 5))]
+    assert not any("no_attempt" in signs for group_id, _, signs in found if group_id == 4)
+
+
 def test_alone_in_its_group_an_answer_is_compared_with_earlier_ones_of_its_taskset() -> None:
     watching = SuspectWatch(solved=1.0)
     long = [task(n, taskset="long") for n in range(80)]
