@@ -152,7 +152,7 @@ def overrides(
         ),
         *(f"train.steps={steps}", f"train.groups_per_step={workload.groups}", f"optimizer.lr={workload.lr}"),
         *("optimizer.schedule=constant", "optimizer.warmup_steps=0", f"algorithm.group_size={workload.group_size}"),
-        *(f"staleness.max_policy_lag={bound}", "param_server.publish_every=1"),
+        *(f"staleness.max_policy_lag={bound}", "param_server.publish_every=1", "rollout.pull_every=1"),
         *("eval.at_start=false", "eval.at_end=false", "monitor.console=off"),
         *("checkpoint.save_hf=never", "checkpoint.save_state=never", f"eval.every={every}"),
         *(f"rollout.max_model_len={workload.model_length}", f"cluster.device={device}"),
