@@ -213,7 +213,7 @@ def reported(
 ) -> Reporter:
     config = load_config(
         "quickstart",
-        ["stages.async_rl.train.updates_per_batch=2", "monitor.console=off", *settings],
+        ["stages.async_rl.train.updates_per_batch=2", "staleness.max_policy_lag=2", "monitor.console=off", *settings],
         recipe="async_rl",
     )
     with pytest.MonkeyPatch.context() as patch:

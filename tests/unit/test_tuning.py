@@ -288,7 +288,9 @@ def test_fewer_versions_are_tried_where_one_costs_a_share_of_a_step_and_the_boun
 def test_the_most_versions_that_save_enough_and_leave_every_schedule_possible_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = config_of("stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1")
+    config = config_of(
+        "stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1", "staleness.max_policy_lag=2"
+    )
     times = {1: 1.0, 2: 0.9625, 3: 0.95}
 
     def publications(*schedules: Candidate) -> list[dict[str, Any]]:
