@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from leeway.config import load_config
 from leeway.runtime.footprint import MARK_ENV, Footprint
@@ -71,6 +72,10 @@ class Run:
 
     def series(self, name: str) -> list[float]:
         return [row[name] for row in self.metrics() if name in row]
+
+    @property
+    def lag_bound(self) -> int:
+        return yaml.safe_load((self.dir / "config.yaml").read_text())["staleness"]["max_policy_lag"]
 
     def last_line(self) -> str:
         return self.output.strip().splitlines()[-1]

@@ -32,7 +32,7 @@ def test_a_training_loop_of_ones_own_gets_each_group_once_and_within_the_bound(
     run = start(OWN_LOOP, *from_untrained, *of_sums, *overrides).wait(600)
     assert run.code == 0, run.output
     assert run.summary["steps"] == 6
-    assert max(run.series("train/policy_lag/max")) in (1, 2)
+    assert 0 < max(run.series("train/policy_lag/max")) <= run.lag_bound
     assert len(taken := run.series("replay/groups_taken")) == 6
     assert taken[-1] == 6 * 8
     assert set(run.series("replay/dropped_stale")) == {0.0}
@@ -65,7 +65,7 @@ def test_an_example_trains_to_the_end_and_gets_better(start: Any, from_warm: lis
     measure = "reward" if name == "scorer" else "exact_match"
     assert done["eval"]["after"][measure] > done["eval"]["before"][measure]
     assert run.series("replay/failed")[-1] == sum(run.series("collector/groups_retried")) == 0
-    assert done["max_policy_lag_observed"] <= 2
+    assert done["max_policy_lag_observed"] <= run.lag_bound
     if name == "game":
         assert rewards[0] < 0.2
         assert run.series("train/env/turns")[-1] > 2

@@ -52,8 +52,7 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
     assert summary["eval"]["after"]["exact_match"] > summary["eval"]["before"]["exact_match"] + 0.08
 
     # It is asynchronous, and inside the bound at every step.
-    assert max(run.series("train/policy_lag/max")) in (1, 2)
-    assert summary["max_policy_lag_observed"] <= 2
+    assert 0 < max(run.series("train/policy_lag/max")) == summary["max_policy_lag_observed"] <= run.lag_bound
     assert summary["dropped_stale"] == 0
     assert run.series("replay/groups_taken")[-1] == 40 * 48
 

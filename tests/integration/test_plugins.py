@@ -169,7 +169,7 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     assert run.series("eval/test/reward"), "the split test of the same folder was answered before the first step"
 
     # Asynchronous, within the bound, nothing dropped and nothing twice.
-    assert max(run.series("train/policy_lag/max")) in (1, 2)
+    assert 0 < max(run.series("train/policy_lag/max")) <= run.lag_bound
     assert run.series("replay/dropped_stale")[-1] == 0
     # The interrupt may have come between the last step's own row and the buffer's.
     assert run.series("replay/groups_taken")[-1] >= 4 * (len(sequences) - 1)

@@ -115,7 +115,7 @@ def test_a_train_job_takes_its_steps_from_http_clients_alone(
         assert statuses.count(200) >= 6 * 4
         assert {*statuses} <= {200, 409, 429, 503, 0}
         assert serve.wait(600).code == 0, serve.output()
-        assert max(run.series("train/policy_lag/max")) <= 2
+        assert max(run.series("train/policy_lag/max")) <= run.lag_bound
         assert run.series("explorers/serve/groups")[-1] >= 6 * 4
     finally:
         serve.end()
