@@ -1242,7 +1242,7 @@ def test_a_held_out_task_that_nobody_answers_has_a_deadline_and_engines_that_sta
         result = evaluating(train)
         for _ in range(4):
             train.clock.seconds += 150.0
-            await asyncio.sleep(0.1)
+            await until(lambda: train.host._looked_at == train.host._now(), "the host has seen the time pass")
         assert not result.done(), "its engines start"
         found = await share(one)
         for _ in range(2):  # it tells of its work before half of that time is over, or it would be sent away
