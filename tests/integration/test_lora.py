@@ -32,7 +32,6 @@ def test_a_run_with_an_adapter_keeps_its_promises(
         "rollout.max_response_tokens=32",
         f"staleness.max_policy_lag={BOUND}",
         "staleness.reorder_window=null",
-        "rollout.pull_every=1",  # else what is trained on may be of two versions alone
         "staleness.in_flight=recompute",
         "train.audit_every=1",
         "eval.at_start=false",
