@@ -37,6 +37,7 @@ from .slices import Slices
 from .vllm_blocks import allow_least_blocks
 from .vllm_memory import WorkerMemory
 from .vllm_plan import CopyPlan, PreparedLoad, Watched
+from .vllm_products import in_few_shapes
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed
 from .vllm_staged import Staged
@@ -482,3 +483,4 @@ die_with_parent()
 pin_to_cores()
 if current_platform.is_cpu():
     allow_least_blocks()
+    in_few_shapes()
