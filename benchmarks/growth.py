@@ -69,7 +69,8 @@ def one_run(part: str, scale: int, warm: Path, out: Path, steps: int) -> dict[st
         *("eval.at_start=false", "eval.at_end=false", "eval.every=0", "monitor.console=off"),
         *("checkpoint.save_hf=never", "checkpoint.save_state=never", "train.skip_zero_advantage=false"),
         *("rollout.engine=null", "rollout.engine.name=hf", f"rollout.max_response_tokens={tokens}"),
-        *(f"rollout.max_model_len={64 if tokens == 8 else 384}", *more),
+        *(f"rollout.max_model_len={64 if tokens == 8 else 384}", "staleness.max_policy_lag=2", "rollout.pull_every=1"),
+        *more,
     ]
     command = [sys.executable, "-c", "from leeway.cli.main import main; main()", "run", "async_rl"]
     lines = out / "growth" / label / "stages" / "async_rl" / "metrics.jsonl"

@@ -48,7 +48,7 @@ from leeway.planning.simulate import SimulatedRun, Simulation
 ENGINES = (1, 10, 100, 1000)
 TOKEN_BYTES = 13
 """Of a sampled token in a group: id, version, logprob and loss mask (4 + 4 + 4 + 1)."""
-OVERRIDES = ["staleness.max_policy_lag=2", "train.groups_per_step=32", "log.ray_timeline=true"]
+OVERRIDES = ["staleness.max_policy_lag=2", "rollout.pull_every=1", "train.groups_per_step=32", "log.ray_timeline=true"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,10 +25,10 @@ class Derived:
     train.skip_zero_advantage, where it changes no gradient. `scores_proximal`: whether the trainer scores a batch when
     it is taken. `has_critic`: whether it has a value function, whose values are taken then too.
     `groups_per_generator`: the most groups that one engine works on at a time. `seeded_requests`: every request of a
-    group has its own seed; never where one lives through a change of weights, because a KV cache that is rebuilt would
-    rewind its generator. `versions_kept`: the newest, or, if engines pull the oldest, all that a group may still start
-    under. `adapter_versions`: the most that an engine holds at once, with `model.lora`. `shares_devices`: generators
-    and trainer have the same CPUs and GPUs.
+    group has its own seed. That is where a seed decides its tokens: in lockstep, and with adapters, as a request then
+    ends under the weights that it began with. `versions_kept`: the newest, or, if engines pull the oldest, all that a
+    group may still start under. `adapter_versions`: the most that an engine holds at once, with `model.lora`.
+    `shares_devices`: generators and trainer have the same CPUs and GPUs.
     """
 
     reorder_window: int
@@ -133,8 +133,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         groups_per_generator=min(
             max(1, -(-outstanding // rollout.num_generators)), rollout.max_groups_in_flight or outstanding
         ),
-        # With adapters a request ends under the weights that it began with, as it does where it is awaited.
-        seeded_requests=lockstep or config.staleness.in_flight == "off" or config.model.lora is not None,
+        seeded_requests=lockstep or config.model.lora is not None,
         adapter_versions=(config.model.lora and config.model.lora.max_versions) or versions_in_flight(first_use, u, n),
         versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
         shares_devices=cluster.shares_devices and recipe.is_online,

@@ -2,7 +2,8 @@
 
 It takes 0.3 to 2 ms for a kernel, and keeps 1,024 of them. The passes of an engine have any number of tokens, so that a
 small model waited for new kernels as long as for its products. So rows of zeros are added up to the next of 16 numbers
-between two powers of 2: 3 % more rows. oneDNN rounds a row alike however many there are. Figures: docs/log.md.
+between two powers of 2: 3 % more rows. In float32 oneDNN rounds a row alike however many there are, from two on.
+Figures: docs/log.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ STEPS = 16
 
 
 def in_few_shapes() -> None:
-    """Have vLLM's linear layers ask oneDNN for these, in this process. Compiled ones, which it knows as a whole, do not."""
+    """Have vLLM's linear layers ask oneDNN for these, in this process; not where a model is compiled as a whole."""
     from vllm import _custom_ops
 
     product = _custom_ops.onednn_mm

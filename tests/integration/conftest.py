@@ -35,6 +35,8 @@ ANY_ENGINE = "rollout.engine.name=hf"
 """For runs that show nothing of vLLM: this one starts in a moment."""
 DIGITS_LAST = ("env.reward=format", "env.reward_options={format: {pattern: '.*[0-9]'}}")
 """A reward that a model of random weights gets for four answers in ten: its first step has something to learn from."""
+FEW_STEPS = ("staleness.max_policy_lag=2", "rollout.pull_every=1")
+"""For runs of a few steps: of every second version only, they would see next to nothing."""
 QUICKSTART = (
     "stages.async_rl.train.steps=40",
     "stages.sft.cluster.cpus_per_trainer=1",  # another test runs beside it
@@ -274,7 +276,7 @@ def untrained(fork_servers_imported: None, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def from_untrained(untrained: Path) -> list[str]:
     """Overrides that start RL from it. Its answers are never right: see DIGITS_LAST."""
-    return ["stages.sft=null", "model.init=null", f"model.path={untrained}", "monitor.console=plain"]
+    return ["stages.sft=null", "model.init=null", f"model.path={untrained}", "monitor.console=plain", *FEW_STEPS]
 
 
 @pytest.fixture(scope="session")
@@ -305,4 +307,4 @@ def warm(quickstart: Started) -> Path:
 @pytest.fixture(scope="session")
 def from_warm(warm: Path) -> list[str]:
     """Overrides that start RL from the warmed-up model, without the supervised stage."""
-    return ["stages.sft=null", "model.init=null", f"model.path={warm}", "monitor.console=plain"]
+    return ["stages.sft=null", "model.init=null", f"model.path={warm}", "monitor.console=plain", *FEW_STEPS]

@@ -76,6 +76,19 @@ class Saboteur(vllm_worker.WorkerExtension):
             Saboteur.made = vllm_shadow.ShadowModel.made
         vllm_shadow.ShadowModel.made = Saboteur.made if functions_too else property(lambda _: [])  # type: ignore[misc]
 
+    def rows_of_products(self: Any) -> list[int]:
+        """That oneDNN was asked for since this was first called."""
+        kernels = torch.ops._C
+        if not hasattr(Saboteur, "rows"):
+            Saboteur.rows, product = list[int](), kernels.onednn_mm
+
+            def noted(output: torch.Tensor, x: torch.Tensor, *others: Any) -> None:
+                Saboteur.rows.append(len(x))
+                product(output, x, *others)
+
+            kernels.onednn_mm = noted
+        return Saboteur.rows
+
     def address(self: Any, module: str) -> int:
         return self._layer(module).weight.data_ptr()
 

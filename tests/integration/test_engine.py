@@ -24,6 +24,7 @@ from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_blocks import block_size
 from leeway.engines.vllm_core import STAND_STILL, TAKE_STAGED
 from leeway.engines.vllm_engine import VllmEngine
+from leeway.engines.vllm_products import STEPS, in_few_shapes, num_rows
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
 from leeway.trainer.convert import convert
@@ -261,6 +262,35 @@ def test_prompts_share_what_they_begin_with(
         return outputs[-1].num_cached_tokens
 
     assert [served.run(cached(n)) for n in (block, block + 4, 2 * block + 1)] == [block - 1, block, 2 * block]
+
+
+def test_an_engine_asks_for_products_in_few_shapes(served: ServedByVllm) -> None:
+    served.rpc("rows_of_products")
+    served.run(served.engine.generate(range(2, 39), n=3, temperature=1.0, max_tokens=4, stop_token_ids=[]))
+    rows = served.rpc("rows_of_products")
+    assert max(rows) > 37
+    assert [number for number in rows if num_rows(number) != number] == []
+
+
+def test_products_of_any_number_of_rows_are_few_kernels_and_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops as ops
+
+    plain, asked = ops.onednn_mm, set[int]()
+
+    def product(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        asked.add(len(x))
+        return plain(handler, x, bias)
+
+    monkeypatch.setattr(ops, "onednn_mm", product)
+    in_few_shapes()  # what it sets is put back with the other
+    weight, bias = torch.randn(48, 32), torch.randn(48)
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    for number in (2, 17, 100, *range(257, 513)):
+        x = torch.randn(number, 32)
+        assert torch.equal(ops.onednn_mm(handler, x, bias), plain(handler, x, bias))
+    assert len(asked) == 3 + STEPS
+    folded = torch.randn(3, 37, 32)
+    assert torch.equal(ops.onednn_mm(handler, folded, None), plain(handler, folded, None))
 
 
 @pytest.mark.parametrize("what", ["is_hybrid", "is_attention_free", "use_mla"])

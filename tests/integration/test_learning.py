@@ -57,7 +57,7 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
     assert run.series("replay/groups_taken")[-1] == 40 * 48
 
     # Served = trained, at every one of the pulls.
-    assert summary["pulls"] >= 20
+    assert summary["pulls"] >= 10
     assert 0 < summary["served_gap_max"] <= TOLERANCE
 
     # Every trained trajectory that was written down carries a version and a logprob for every token.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ANY_ENGINE, command_line
+from .conftest import ANY_ENGINE, FEW_STEPS, command_line
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
@@ -143,6 +143,7 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
         "rollout.max_model_len=512",
         "rollout.num_generators=2",
         "staleness.in_flight=recompute",
+        *FEW_STEPS,
         "stages.sft=null",
         "stages.async_rl.train.groups_per_step=4",
         "stages.async_rl.train.skip_zero_advantage=false",  # or a first step of equal rewards measures no gap

@@ -398,6 +398,21 @@ def test_the_default_window_is_strict_order_unless_something_chooses(
     assert derive(load_config(minimal, overrides)).reorder_window == window
 
 
+@pytest.mark.parametrize(
+    ("overrides", "are_seeded"),
+    [
+        (["staleness.max_policy_lag=0"], True),
+        (["staleness.max_policy_lag=2"], False),
+        (["staleness.max_policy_lag=2", "staleness.in_flight=off"], False),
+        (["staleness.max_policy_lag=2", "model.lora.rank=8"], True),
+    ],
+)
+def test_requests_have_seeds_where_these_decide_their_tokens(
+    minimal: str, overrides: list[str], are_seeded: bool
+) -> None:
+    assert derive(load_config(minimal, overrides)).seeded_requests is are_seeded
+
+
 def test_a_larger_bound_has_a_batch_more_under_way_for_each_step(minimal: str) -> None:
     """A window of a batch from some bound on would take all of what that step of lag brings."""
     under_way = [
