@@ -12,6 +12,7 @@ import torch
 from ..algorithms.sequences import Tokens
 from ..samples import further, prompt_keys, ranges, starts
 from .layout import Layout, Segment, make_layout
+from .linear import num_rows
 from .prefixes import Path, PrefixTree
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
@@ -24,6 +25,9 @@ or each in a padded row.
 
 LEAST_SHARED = 32
 """Tokens that a common beginning must save: below that, one more call of attention costs as much."""
+
+LONGEST_FILLER = 32
+"""Tokens that fill up a row attend to so many of each other."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,13 @@ def split_into_microbatches(
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     unit: int = 1,
+    few_lengths: bool = False,
 ) -> list[Microbatch]:
     """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence (or unit) gets its own.
 
     `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order. Every `unit` neighbouring sequences stay
-    together, in their order, first one first.
+    together, in their order, first one first. `few_lengths`: packed rows get tokens that nothing looks at, up to one of
+    the lengths that `num_rows` knows, or `max_tokens`.
     """
     scored = {
         name: batch.behavior_logprobs if logprobs is None else logprobs
@@ -103,9 +109,12 @@ def split_into_microbatches(
     if unit > 1:
         runs = [sequences.runs(range(i, i + unit), shared=share) for i in range(0, len(sequences), unit)]
         units = [[_Cluster(sequences, members) for members in run] for run in runs]
-        return [_pack(sequences, chunk, share=share) for chunk in _fill_whole(units, max_tokens)]
-    clusters = sequences.by_prompt() if share else [[i] for i in range(len(sequences))]
-    return [_pack(sequences, chunk, share=share) for chunk in _fill(sequences, clusters, max_tokens)]
+        chunks = _fill_whole(units, max_tokens)
+    else:
+        clusters = sequences.by_prompt() if share else [[i] for i in range(len(sequences))]
+        chunks = _fill(sequences, clusters, max_tokens)
+    fill_to = max_tokens if few_lengths else 0
+    return [_pack(sequences, chunk, share=share, fill_to=fill_to) for chunk in chunks]
 
 
 def empty_microbatch(*, packed: bool) -> Microbatch:
@@ -292,8 +301,10 @@ def _fill_whole(units: list[list[_Cluster]], max_tokens: int) -> list[list[_Clus
     return chunks
 
 
-def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool) -> Microbatch:
-    """One row. `share`: how all prompts begin (a system prompt, the words of a template) is computed once."""
+def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool, fill_to: int) -> Microbatch:
+    """One row. `share`: how all prompts begin (a system prompt, the words of a template) is computed once. `fill_to`:
+    the longest row that is filled up to a length that `num_rows` knows.
+    """
     sources, positions, lengths = [], [], []  # of the runs of tokens that make up the row
     rows: list[tuple[int, int]] = []  # runs (start, length) of the row that response tokens are predicted from
     segments: list[Segment] = []
@@ -331,6 +342,11 @@ def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool) -> Mi
         for i, path in zip(cluster.members, cluster.paths, strict=True):
             if sequences.response_lengths[i]:
                 rows += [(rest + prompt[1] - 1, 1), *((starts_of[number], length) for number, length in path)]
+    if not further(sequences.batch, "prompt_tensors"):  # else what is filled in may have rows of these
+        length = min(num_rows(end), fill_to)
+        for start in range(end, length, LONGEST_FILLER):
+            segments.append(Segment(start, min(LONGEST_FILLER, length - start)))
+            add(0, 0, segments[-1].num_queries)
     members = [i for cluster in clusters for i in cluster.members]
     logit_positions = ranges(*map(list, zip(*rows, strict=True))) if rows else torch.zeros(0, dtype=torch.int64)
     fields = sequences.fields(members)

@@ -24,10 +24,11 @@ from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_blocks import block_size
 from leeway.engines.vllm_core import STAND_STILL, TAKE_STAGED
 from leeway.engines.vllm_engine import VllmEngine
-from leeway.engines.vllm_products import STEPS, in_few_shapes, num_rows
+from leeway.engines.vllm_products import in_few_shapes
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
 from leeway.trainer.convert import convert
+from leeway.trainer.linear import STEPS, num_rows
 from leeway.trainer.trainer import Trainer
 from leeway.weights import Canary, Publication, WeightSyncError
 

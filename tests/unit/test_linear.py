@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leeway.trainer import linear as module
-from leeway.trainer.linear import LEAST_ROWS_TO_TRANSPOSE, Linear, linear, use_onednn
+from leeway.trainer.linear import LEAST_ROWS_TO_TRANSPOSE, STEPS, Linear, linear, num_rows, use_onednn
 
 needs_onednn = pytest.mark.skipif(not module.HAS_ONEDNN, reason="torch has no product by oneDNN here")
 
@@ -89,3 +89,10 @@ def test_layers_change_their_class_and_no_name() -> None:
     assert list(model.state_dict()) == names
     x = random(3, 4)
     torch.testing.assert_close(model.layer(x), F.linear(x, model.layer.weight, model.layer.bias))
+
+
+def test_rows_are_few_more_and_their_numbers_few() -> None:
+    numbers = {least: num_rows(least) for least in range(4097)}
+    assert all(least <= number <= least * (1 + 1 / STEPS) for least, number in numbers.items())
+    assert all(num_rows(number) == number for number in numbers.values()), "one of these stays as it is"
+    assert len({number for least, number in numbers.items() if 256 < least <= 512}) == STEPS

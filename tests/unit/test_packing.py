@@ -19,6 +19,7 @@ from leeway.trainer import microbatch as microbatches
 from leeway.trainer.attention import may_be_packed, packed_attention
 from leeway.trainer.families import load_model
 from leeway.trainer.layout import Segment, make_layout
+from leeway.trainer.linear import num_rows
 from leeway.trainer.microbatch import Microbatch, split_into_microbatches
 from leeway.trainer.scoring import ScoringModel, score_microbatch
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
@@ -116,12 +117,14 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ScoringModel
     return build
 
 
-def score(model: ScoringModel, batch: TrainBatch, packing: str, max_tokens: int = 10_000) -> tuple[torch.Tensor, dict]:
+def score(
+    model: ScoringModel, batch: TrainBatch, packing: str, max_tokens: int = 10_000, **how: bool
+) -> tuple[torch.Tensor, dict]:
     """Logprobs in the batch's order, and the gradient of a fixed random weighting of them."""
     weights = torch.randn(len(batch.response_tokens), generator=torch.Generator().manual_seed(1))
     logprobs = torch.full((len(batch.response_tokens),), float("nan"))
     model.zero_grad()
-    for piece in split_into_microbatches(batch, max_tokens=max_tokens, packing=packing):  # type: ignore[arg-type]
+    for piece in split_into_microbatches(batch, max_tokens=max_tokens, packing=packing, **how):  # type: ignore[arg-type]
         scored, _ = score_microbatch(model, replace(piece, temperature=0.7))
         (scored * weights[piece.batch_positions]).sum().backward()
         logprobs[piece.batch_positions] = scored.detach()
@@ -328,6 +331,27 @@ def test_microbatches_keep_to_the_limit_and_hold_every_token_once(packing):
             alone = len(set(piece.segments.tolist())) == 1
             assert piece.input_ids.shape[1] <= limit or alone
         assert len(pieces) > 1 or limit > 100
+
+
+@pytest.mark.parametrize("packing", ["shared", "packed"])
+def test_rows_are_filled_up_to_few_lengths_with_tokens_that_change_nothing(load, packing, monkeypatch):
+    monkeypatch.setattr(microbatches, "LONGEST_FILLER", 2)
+    model, lengths = load("qwen2", "auto"), []
+    for seed in range(3):
+        batch = batch_of(groups(seed, number=8))
+        [whole] = split_into_microbatches(batch, max_tokens=10_000, packing=packing)
+        for limit in (10_000, whole.input_ids.shape[1] + 1, 75):
+            plain = split_into_microbatches(batch, max_tokens=limit, packing=packing)
+            filled = split_into_microbatches(batch, max_tokens=limit, packing=packing, few_lengths=True)
+            for before, after in zip(plain, filled, strict=True):
+                own, length = before.input_ids.shape[1], after.input_ids.shape[1]
+                assert length == max(own, min(num_rows(own), limit))
+                assert torch.equal(after.input_ids[:, :own], before.input_ids)
+                assert torch.equal(after.logit_positions, before.logit_positions)
+                lengths.append((own, length, limit))
+            check_same(score(model, batch, packing, limit, few_lengths=True), score(model, batch, packing, limit))
+    assert any(own + 2 < length for own, length, _ in lengths), "filled by several"
+    assert any(own < length == limit for own, length, limit in lengths), "filled up to the limit"
 
 
 def test_the_padding_inside_attention_is_bounded():

@@ -15,6 +15,7 @@ from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective, SupervisedObjective
 from leeway.config.learning import OptimizerConfig
+from leeway.trainer.linear import num_rows
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer
@@ -65,6 +66,13 @@ def test_a_batch_is_parted_also_where_no_size_of_a_pass_is_given(make):
     sizes = [microbatch.input_ids.numel() for microbatch in trainer._passes(batch_of(random_trajectories(0, 600)))]
     assert len(sizes) > 1
     assert 2048 < max(sizes) <= 4096
+
+
+def test_passes_on_a_cpu_have_few_lengths(make):
+    trainer = make(max_tokens_per_microbatch=1000)
+    sizes = [microbatch.input_ids.numel() for microbatch in trainer._passes(batch_of(random_trajectories(0, 200)))]
+    assert len(sizes) > 1
+    assert [size for size in sizes if size not in (num_rows(size), 1000)] == []
 
 
 @pytest.mark.slow
