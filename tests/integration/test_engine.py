@@ -270,7 +270,7 @@ def test_an_engine_asks_for_products_in_few_shapes(served: ServedByVllm) -> None
     prompt = [2 + i % 30 for i in range(131)]
     served.run(served.engine.generate(prompt, n=3, temperature=1.0, max_tokens=4, stop_token_ids=[]))
     rows = served.rpc("rows_of_products")
-    assert max(rows) == num_rows(131) > 131
+    assert max(rows) >= num_rows(131) > 131
     assert [number for number in rows if num_rows(number) != number] == []
 
 
