@@ -29,7 +29,8 @@ def num_rows(least: int) -> int:
     """The next of few numbers, at most 3 % more; `least` itself up to `STEPS`.
 
     oneDNN makes a kernel for each number of rows that it has not met, and keeps 1,024 of them. One takes 0.3 to 3 ms,
-    and more for a wide layer: as long as a small model's product itself, where passes have any number of tokens.
+    in bfloat16 with AMX the most: as long as a small model's product itself, where passes have any number of tokens.
+    In float32 a trainer's passes are too long to gain by it.
     """
     step = 1 << max(0, least.bit_length() - STEPS.bit_length())
     return -(-least // step) * step

@@ -528,7 +528,7 @@ class Trainer:
                 proximal_logprobs=proximal_logprobs,
                 reference_logprobs=reference_logprobs,
                 unit=self._objective.sequences_per_unit,
-                few_lengths=self._device.type == "cpu",
+                few_lengths=self._device.type == "cpu" and self._settings.dtype is torch.bfloat16,
             )
         self._tokens_in_pass = sum(microbatch.input_ids.numel() for microbatch in own)
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())

@@ -68,11 +68,14 @@ def test_a_batch_is_parted_also_where_no_size_of_a_pass_is_given(make):
     assert 2048 < max(sizes) <= 4096
 
 
-def test_passes_on_a_cpu_have_few_lengths(make):
-    trainer = make(max_tokens_per_microbatch=1000)
-    sizes = [microbatch.input_ids.numel() for microbatch in trainer._passes(batch_of(random_trajectories(0, 200)))]
-    assert len(sizes) > 1
-    assert [size for size in sizes if size not in (num_rows(size), 1000)] == []
+def test_passes_in_bfloat16_on_a_cpu_have_few_lengths(make):
+    sizes = {}
+    for dtype in ("bfloat16", "float32"):
+        passes = make(max_tokens_per_microbatch=1000, dtype=dtype)._passes(batch_of(random_trajectories(0, 200)))
+        sizes[dtype] = [microbatch.input_ids.numel() for microbatch in passes]
+    assert len(sizes["bfloat16"]) > 1
+    assert [size for size in sizes["bfloat16"] if size not in (num_rows(size), 1000)] == []
+    assert sum(sizes["float32"]) < sum(sizes["bfloat16"])
 
 
 @pytest.mark.slow
