@@ -66,7 +66,8 @@ def trials_of(
     common = (
         "stages.sft=null", f"stages.async_rl.train.steps={steps}", f"eval.every={-(-steps // EVALUATIONS)}",
         "eval.at_start=true", "eval.at_end=true", "checkpoint.save_hf=never", "monitor.console=off",
-        "monitor.rollouts_per_step=0", *overrides,
+        "monitor.rollouts_per_step=0", "staleness.max_policy_lag=2", "rollout.pull_every=1",
+        *overrides,
     )  # fmt: skip
 
     def config(preset: str, seed: int) -> Config:

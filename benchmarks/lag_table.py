@@ -44,7 +44,8 @@ def main() -> int:
             out, "lag_table", f"L{lag}-W{window}-u{updates}-{'slow' if slow else 'fast'}", model,
             "stages.async_rl.train.groups_per_step=32", f"stages.async_rl.train.steps={options.steps}",
             f"staleness.max_policy_lag={lag}", f"staleness.reorder_window={window}",
-            f"train.updates_per_batch={updates}", "staleness.in_flight=recompute", *(SLOW if slow else ()),
+            f"train.updates_per_batch={updates}", "staleness.in_flight=recompute", "rollout.pull_every=1",
+            *(SLOW if slow else ()),
         )  # fmt: skip
         found = summary(folder)
         lags = series(folder, "train/policy_lag/mean")

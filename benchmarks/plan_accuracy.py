@@ -58,7 +58,14 @@ def main() -> int:
     model = options.model or warmed_up(out, "plan_accuracy")
     run_dirs = {
         case.name: finished_run(
-            out, "plan_accuracy", case.name, model, f"stages.async_rl.train.steps={options.steps}", *case.overrides
+            out,
+            "plan_accuracy",
+            case.name,
+            model,
+            "staleness.max_policy_lag=2",
+            "rollout.pull_every=1",
+            f"stages.async_rl.train.steps={options.steps}",
+            *case.overrides,
         )
         for case in (CALIBRATION, *CASES)
     }

@@ -134,7 +134,7 @@ def run(
 ) -> None:
     """Run a recipe.
 
-    Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=4
+    Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=1
     """
     stages = plan_run(config, recipe, overrides or [])
     _run(stages, stages[-1].notes, config, watched=watched)

@@ -274,6 +274,18 @@ def test_an_engine_asks_for_products_in_few_shapes(served: ServedByVllm) -> None
     assert [number for number in rows if num_rows(number) != number] == []
 
 
+def test_a_model_that_is_compiled_as_a_whole_keeps_its_number_of_rows_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import _custom_ops as ops
+
+    monkeypatch.setattr(ops, "onednn_mm", lambda handler, x, bias: x * 2)
+    in_few_shapes()
+    compiled = torch.compile(lambda x: ops.onednn_mm(None, x, None), backend="eager", fullgraph=True)
+    for number in (131, 140):
+        x = torch.randn(number, 4)
+        torch._dynamo.mark_dynamic(x, 0)  # refused where a number became a constant
+        assert torch.equal(compiled(x), x * 2)
+
+
 def test_products_of_any_number_of_rows_are_few_kernels_and_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import _custom_ops as ops
 

@@ -100,6 +100,14 @@ def test_an_engine_of_the_users_own_is_looked_at_before_a_run(tmp_path, monkeypa
         check_plugins(config)
 
 
+def test_an_engine_that_may_be_asked_with_a_seed_is_told_so() -> None:
+    """The quickstart's own requests have none, those of who asks its served model may."""
+    for in_flight, is_told in (("off", True), ("recompute", False)):
+        config = load_config("quickstart", [f"staleness.in_flight={in_flight}"]).with_model_path("m")
+        assert not derive(config).seeded_requests
+        assert engine_settings(config, cores=[], initial_version=None).seeded is is_told
+
+
 def test_what_is_not_to_be_loaded_is_absent_and_comes_back() -> None:
     with not_loading("calendar_of_nobody", "json"), pytest.raises(ImportError):
         import calendar_of_nobody  # type: ignore[import-not-found]  # noqa: F401
