@@ -10,12 +10,15 @@ whatever else is there. The blocks in use are the first ones, without a gap, so 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
+from .hf_kernel import BlockAttention, kernel_size
 
 BLOCK = 32
 
@@ -36,7 +39,7 @@ class Row:
 class BlockPool:
     """Keys [N, H_kv, D, BLOCK] and values [N, H_kv, BLOCK, D] of every layer. One thread computes with it at a time.
 
-    A row of either is then a term of what `_Sums` adds up.
+    That is how the kernels of `hf_kernel` have them; for these, D may be larger than that of the model.
     """
 
     def __init__(self) -> None:
@@ -69,16 +72,14 @@ class BlockPool:
         if index == len(self._layers):
             with self._making:  # prompts are read by several threads
                 if index == len(self._layers):
-                    heads, sizes = key.shape[-3], (key.shape[-1], value.shape[-1])
+                    heads, size = key.shape[-3], kernel_size(key, value)
+                    sizes = (size, size) if size else (key.shape[-1], value.shape[-1])
                     made = self._made(key, heads, sizes[0], BLOCK), self._made(value, heads, BLOCK, sizes[1])
                     self._layers.append(made)
         return self._layers[index]
 
     def _made(self, x: torch.Tensor, *shape: int) -> torch.Tensor:
-        # Zeros, because what is masked is multiplied by 0 all the same. On a CPU in float32, whatever type the model
-        # has: sums over blocks then round nothing to a shorter type.
-        dtype = torch.float32 if x.device.type == "cpu" else x.dtype
-        return x.new_zeros(self._room, *shape, dtype=dtype)
+        return x.new_zeros(self._room, *shape)  # zeros, because what is masked is multiplied by 0 all the same
 
     def add(self, lengths: Sequence[int]) -> list[Row]:
         """Rows with room for so many tokens each."""
@@ -224,22 +225,27 @@ class ReadAttention:
         memory = self._pool.layer(self.num_layers, key, value)
         self.num_layers += 1
         for x, new in zip(_by_token(memory), (key, value), strict=True):
-            x[self._blocks, :, self._columns] = new[self._owners, :, self._offsets].to(x.dtype)
+            size = new.shape[-1]  # that of memory may be larger
+            x[self._blocks, :, self._columns, :size] = new[self._owners, :, self._offsets]
         if self.num_layers == self._last_layer:
             raise AllWasRead
-        query = query.to(memory[0].dtype)
+        # On a CPU in float32, whatever type the model has: else torch rounds weights to a shorter one.
+        dtype = torch.float32 if query.is_cpu else query.dtype
         if window not in self._masks:
             at = self._starts[:, None] + torch.arange(query.shape[2], device=query.device)
-            mask = _mask(at, self._table.shape[1] * BLOCK, window, query.dtype)[:, None]
+            mask = _mask(at, self._table.shape[1] * BLOCK, window, dtype)[:, None]
             self._masks[window] = mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
-        keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
-        return _attention(query, keys, values, self._masks[window], scaling, softcap).to(key.dtype)
+        keys, values = (
+            _in_rows(x[..., : new.shape[-1]], self._table).to(dtype)
+            for x, new in zip(_by_token(memory), (key, value), strict=True)
+        )
+        return _attention(query.to(dtype), keys, values, self._masks[window], scaling, softcap).to(key.dtype)
 
 
 class TokenAttention:
     """That of a pass over one more token of each of B rows of one pool, for which they have room, at `positions`.
 
-    A pass may have more rows; those get zeros.
+    A pass may have more rows; those get zeros. On a CPU a row's numbers are its own to the last bit.
     """
 
     def __init__(self, pool: BlockPool, rows: Sequence[Row], positions: Sequence[int], device: torch.device) -> None:
@@ -252,11 +258,17 @@ class TokenAttention:
         # is to be seen there, and of another row's block, were it not a number, something would be.
         padded = [block for row in rows for block in (*row.blocks, *row.blocks[:1] * (most - len(row.blocks)))]
         table, at = torch.tensor(padded, dtype=torch.int32).view(-1, most), torch.tensor(positions)
-        last = table[torch.arange(len(rows)), at // BLOCK].long()
-        places = (table, last, at % BLOCK, at)
-        self._table, self._last_block, self._offset, self._positions = (x.to(device) for x in places)
-        self._masks: dict[int | None, torch.Tensor] = {}
-        self._sums: dict[tuple[int, int], _Sums] = {}
+        self._table, self._positions = table.to(device), at.to(device)
+        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+
+    @functools.cached_property
+    def _blocks(self) -> BlockAttention:
+        return BlockAttention(self._table, self._positions + 1, BLOCK)
+
+    @functools.cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block of each row's token, and its column there."""
+        return self._table.gather(1, self._positions[:, None] // BLOCK)[:, 0].long(), self._positions % BLOCK
 
     def attend(
         self,
@@ -271,96 +283,58 @@ class TokenAttention:
         """query [>=B, H, 1, D], key and value [>=B, H_kv, 1, D] -> [>=B, 1, H, D]."""
         memory = self._pool.layer(self._num_layers, key, value)
         self._num_layers += 1
-        for x, new in zip(_by_token(memory), (key, value), strict=True):
-            x[self._last_block, :, self._offset] = new[: self._num_rows, :, 0].to(x.dtype)
-        query = query.to(memory[0].dtype)
-        if window not in self._masks:
-            mask = _mask(self._positions[:, None], self._table.shape[1] * BLOCK, window, query.dtype)
-            self._masks[window] = mask[:, None]
-        q, mask = query[: self._num_rows], self._masks[window]
-        if query.is_cpu:
-            out = self._over_blocks(q, *memory, mask, scaling, softcap)
+        q, k, v = (x[: self._num_rows, :, 0] for x in (query, key, value))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        how = {"scaling": scaling, "window": window, "softcap": softcap}
+        if kernel_size(key, value) is not None:
+            self._blocks.write(k, v, *memory)
+            out = self._blocks.attend(q, *memory, **how)[:, None, :, : value.shape[-1]]
         else:
-            keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
-            out = _attention(q, keys, values, mask, scaling, softcap)
-        return F.pad(out.to(key.dtype), (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
+            block, column = self._places
+            for x, new in zip(_by_token(memory), (k, v), strict=True):
+                x[block, :, column] = new
+            out = self._alone(q, memory, **how) if query.is_cpu else self._at_once(q, memory, **how)
+        return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
 
-    def _over_blocks(
+    def _at_once(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor,
-        scaling: float | None,
+        memory: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scaling: float,
+        window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """query [B, H, 1, D], keys and values as in the pool, mask [B, 1, 1, W] -> [B, 1, H, D], in float32.
+        """query [B, H, D] -> [B, 1, H, D]."""
+        keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
+        return _attention(query[:, :, None], keys, values, self._mask(window, query.dtype), scaling, softcap)
 
-        A row's sums are made in the order of its own tokens: in one product over the columns of all rows, how sums are
-        parted depends on how many there are.
+    def _alone(
+        self,
+        query: torch.Tensor,
+        memory: tuple[torch.Tensor, torch.Tensor],
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """The same, row by row: in one product over the columns of all of them, how torch parts its sums depends on
+        how many there are.
         """
-        size, num_heads = query.shape[-1], keys.shape[1]
-        q = query.reshape(len(query), num_heads, -1, size) * (size**-0.5 if scaling is None else scaling)
-        alike = num_heads, q.shape[2]
-        if alike not in self._sums:  # the same for all layers that are alike
-            self._sums[alike] = _Sums(self._table, self._counts, num_heads=num_heads, num_groups=q.shape[2])
-        sums = self._sums[alike]
-        scores = sums.of_keys(q, keys)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        weights = torch.softmax(scores.add_(mask), dim=-1)
-        return sums.of_values(weights, values).view(len(query), 1, -1, values.shape[-1])
+        mask = self._mask(window, torch.float32)
+        out = []
+        for i, count in enumerate(self._counts):
+            keys, values = (_in_rows(x, self._table[i : i + 1, :count]).float() for x in _by_token(memory))
+            own = mask[i : i + 1, ..., : keys.shape[2]]
+            out.append(_attention(query[i : i + 1, :, None].float(), keys, values, own, scaling, softcap))
+        return torch.cat(out).to(query.dtype)
 
-
-class _Sums:
-    """Weighted sums over rows of a pool's memory, for B sequences whose blocks lie anywhere in it. In float32.
-
-    That is the product of a few weights with a matrix of their own, thousands of times. On a CPU torch's batched
-    product takes up to three times as long for it as its lookup of embeddings, which adds up weighted rows in their
-    order, wherever they lie. Figures: docs/log.md.
-    """
-
-    def __init__(self, table: torch.Tensor, counts: Sequence[int], *, num_heads: int, num_groups: int) -> None:
-        """`table` [B, M], int32: the blocks of each sequence, of which its `counts` are there. `num_groups` G: queries
-        that share the keys and values of one of the `num_heads` H heads.
-        """
-        num, most = torch.tensor(counts), table.shape[1]
-        self._shape = len(counts), num_heads, num_groups, most
-        is_there = (torch.arange(most) < num[:, None])[:, None, None].expand(self._shape).flatten()
-        # Of each block that a query looks at: its place among [B, H, G, M], its query, and where in memory it is.
-        self._places = is_there.nonzero()[:, 0]
-        self._queries = self._places // most
-        of_heads = table[:, None, None] * num_heads + torch.arange(num_heads, dtype=torch.int32)[:, None, None]
-        self._blocks = of_heads.expand(self._shape).flatten()[self._places]
-        self._by_block = F.pad(is_there.cumsum(0, dtype=torch.int32), (1, 0))
-        by_query = num.repeat_interleave(num_heads * num_groups).cumsum(0, dtype=torch.int32)
-        self._by_query = F.pad(by_query, (1, 0))
-        self._numbers: dict[int, torch.Tensor] = {}
-
-    def of_keys(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """query [B, H, G, D], keys [N, H, D, BLOCK] -> [B, H, G, M BLOCK]; zeros where there is no block."""
-        size = query.shape[-1]
-        weights = query.reshape(-1, size).index_select(0, self._queries)
-        return self._summed(keys, self._by_block * size, weights, size).view(*self._shape[:3], -1)
-
-    def of_values(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """weights [B, H, G, M BLOCK], values [N, H, BLOCK, D] -> [B, H, G, D]."""
-        own = weights.view(-1, BLOCK).index_select(0, self._places)
-        return self._summed(values, self._by_query * BLOCK, own, BLOCK).view(*self._shape[:3], -1)
-
-    def _summed(self, memory: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
-        """Sums over the `size` rows of each block, of which there may be several between two `starts`."""
-        if size not in self._numbers:
-            numbers = self._blocks[:, None] * size + torch.arange(size, dtype=torch.int32)
-            self._numbers[size] = numbers.flatten()
-        return F.embedding_bag(
-            self._numbers[size],
-            memory.flatten(0, 2),
-            starts,
-            mode="sum",
-            per_sample_weights=weights.flatten(),
-            include_last_offset=True,
-        )
+    def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[B, 1, 1, W]"""
+        if (window, dtype) not in self._masks:
+            mask = _mask(self._positions[:, None], self._table.shape[1] * BLOCK, window, dtype)
+            self._masks[window, dtype] = mask[:, None]
+        return self._masks[window, dtype]
 
 
 def _by_token(memory: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,147 @@
+"""vLLM's kernels for the attention of single tokens over blocks of keys and values, on an x86 processor.
+
+They look the blocks up where they lie, and add up in float32 whatever type the keys have. What a sequence gets is its
+own to the last bit, whatever else is in the batch. Loaded without the rest of vLLM, whose import takes seconds. Where
+its build has none (one for GPUs), or the processor is another, `kernels` is None.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of heads, that there are kernels for."""
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_TYPE = "auto"  # that of keys and values: the query's
+_workspace = threading.Lock()
+"""The kernels have one workspace for the process: two threads that call them at once would get each other's numbers."""
+
+
+@functools.cache
+def kernels() -> Any | None:
+    """The operators, or None."""
+    found = importlib.util.find_spec("vllm")
+    if platform.machine() not in ("x86_64", "AMD64") or found is None or found.origin is None:
+        return None
+    name = "_C_AVX2"
+    if torch.cpu._is_avx512_supported():
+        name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    for library in Path(found.origin).parent.glob(f"{name}.*so"):
+        try:
+            torch.ops.load_library(library)
+        except OSError:  # of a build for GPUs, on a machine without its libraries
+            return None
+    return torch.ops._C if hasattr(torch.ops._C, "cpu_attention_with_kv_cache") else None
+
+
+def kernel_size(key: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Numbers of a head, padding included, with which a kernel takes these keys and values [..., D]; None: none does."""
+    largest = max(key.shape[-1], value.shape[-1])
+    if not key.is_cpu or key.dtype not in TYPES or largest > SIZES[-1] or kernels() is None:
+        return None
+    return next(size for size in SIZES if size >= largest)
+
+
+class BlockAttention:
+    """That of the last token of each of B sequences, all of whose `lengths` are at least 1.
+
+    `table` [B, M], int32: the blocks of each sequence in order. All memory is [N, H_kv, BLOCK, D] or, for keys,
+    [N, H_kv, D, BLOCK], with a D of `SIZES`; what is given for it may have less and is padded with zeros.
+    """
+
+    def __init__(self, table: torch.Tensor, lengths: torch.Tensor, block: int) -> None:
+        self._ops = kernels()
+        self._table, self._lengths = table, lengths.int()
+        at = lengths.long() - 1
+        self._slots = table.gather(1, at[:, None] // block)[:, 0].long() * block + at % block
+        self._starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+        self._plans: dict[tuple[int, int, int | None, int, torch.dtype], torch.Tensor] = {}
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Those of the last tokens, [B, H_kv, D] each, to memory."""
+        size = values.shape[-1]
+        self._ops.cpu_attn_reshape_and_cache(
+            _padded(key, size),
+            _padded(value, size),
+            keys.view(values.shape),
+            values,
+            self._slots,
+            _instructions(size),
+            1.0,
+            1.0,
+            BLOCK_TYPE,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [B, H, D] -> [B, H, D], padding of values included, in the type of memory."""
+        size = values.shape[-1]
+        query = _padded(query, size)
+        out = torch.empty_like(query)
+        alike = query.shape[1], values.shape[1], window, size, query.dtype
+        with _workspace:
+            if alike not in self._plans:
+                self._plans[alike] = self._plan(*alike)
+            self._ops.cpu_attention_with_kv_cache(
+                query,
+                keys.view(values.shape),
+                values,
+                out,
+                self._starts,
+                self._lengths,
+                scaling,
+                True,  # causal
+                None,  # no slopes
+                window or -1,
+                self._table,
+                softcap or 0.0,
+                self._plans[alike],
+                None,  # no sinks
+                None,
+                1.0,
+                1.0,
+                BLOCK_TYPE,
+            )
+        return out
+
+    def _plan(self, heads: int, kv_heads: int, window: int | None, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._ops.get_scheduler_metadata(
+            len(self._lengths),
+            heads,
+            kv_heads,
+            size,
+            self._lengths,
+            dtype,
+            self._starts,
+            True,  # causal
+            window or -1,
+            _instructions(size),
+            False,  # a sequence's blocks stay together: how many threads there are decides nothing
+            None,
+            BLOCK_TYPE,
+        )
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x.contiguous()
+
+
+def _instructions(size: int) -> str:
+    """As vLLM chooses them, but for those of AMX, which have blocks of another layout and round weights."""
+    return "vec" if size % 32 == 0 else "vec16"
