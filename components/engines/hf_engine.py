@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -463,28 +463,24 @@ class HfEngine:
         self, shared: list[list[Generation]], logits: torch.Tensor, places: Sequence[int]
     ) -> list[list[Drawn | None]]:
         """Tokens for the sequences of these rows: none for those whose next token is known."""
-        wanted: dict[tuple[int, Sampling, frozenset[int]], list[Generation]] = {}
+        rows: list[int] = []
+        wanted: list[list[Generation]] = []  # of each of these rows, those that draw alike
         for row, place in enumerate(places):
-            for s in shared[place]:
-                if s.num_held == len(s.tokens) - 1:
-                    barred = s.request.stop if len(s.logprobs) < s.request.min_tokens else frozenset()
-                    wanted.setdefault((row, s.request.sampling, barred), []).append(s)
-        rows = [row for row, _, _ in wanted]
-        drawn: dict[int, Drawn] = {}
+            for same in _alike([s for s in shared[place] if s.num_held == len(s.tokens) - 1]):
+                rows.append(row)
+                wanted.append(same)
+        drawn: dict[Generation, Drawn] = {}
         if wanted:
             sampled = sample(
                 logits if rows == list(range(len(places))) else logits[rows],
-                [sampling for _, sampling, _ in wanted],
-                [[s.draw.random() for s in same] for same in wanted.values()],
-                barred=[barred for _, _, barred in wanted],
+                [same[0].request.sampling for same in wanted],
+                [[s.draw.random() for s in same] for same in wanted],
+                barred=[same[0].barred for same in wanted],
                 scale=self._decoder.model.transform.scale,
             )
-            drawn = {
-                id(s): draw
-                for same, draws in zip(wanted.values(), sampled, strict=True)
-                for s, draw in zip(same, draws, strict=True)
-            }
-        return [[drawn.get(id(s)) for s in shared[place]] for place in places]
+            for same, draws in zip(wanted, sampled, strict=True):
+                drawn.update(zip(same, draws, strict=True))
+        return [[drawn.get(s) for s in shared[place]] for place in places]
 
     def _end(self, sequences: list[Generation], *, may_go_on: bool = False) -> None:
         """They do not run any more. Conversations may go on from what is all of one version."""
@@ -544,6 +540,16 @@ class HfEngine:
             _answer(request.answer, functools.partial(_raise, death))
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(death)
+
+
+def _alike(sequences: list[Generation]) -> Iterable[list[Generation]]:
+    """Those of one row, in parts whose next token is drawn from the same."""
+    if len(sequences) < 2:
+        return [sequences] if sequences else []
+    parts: dict[tuple[Sampling, frozenset[int]], list[Generation]] = {}
+    for s in sequences:
+        parts.setdefault((s.request.sampling, s.barred), []).append(s)
+    return parts.values()
 
 
 def _answer(answer: Future[T], work: Callable[[], T]) -> None:

@@ -39,18 +39,23 @@ def sample(
         rows, tokens = torch.tensor(out, device=logits.device).T
         logits[rows, tokens] = float("-inf")
     kinds = set(wanted)  # one, mostly, and then rows need not be looked at
-    factors = torch.tensor([scale / (w.temperature or 1.0) for w in wanted], device=logits.device)
-    logprobs = torch.log_softmax(logits.mul_(factors[:, None]), dim=-1)
+    factors = {w: scale / (w.temperature or 1.0) for w in kinds}
+    if len(kinds) == 1:
+        logits *= factors[wanted[0]]
+    else:
+        logits *= torch.tensor([factors[w] for w in wanted], device=logits.device)[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
     if any(w.top_k for w in kinds):
         logprobs = _among_likeliest(logprobs, [w.top_k for w in wanted])
     if any(w.top_p < 1.0 for w in kinds):
         nucleus = torch.tensor([w.top_p for w in wanted], device=logits.device)
         logprobs = _within_nucleus(logprobs, nucleus)
+    counts = [len(own) for own in numbers]
+    most = max(counts)
     # A row with fewer numbers than others has zeros, too.
-    most = max(map(len, numbers))
-    padded = [own if len(own) == most else [*own, *[0.0] * (most - len(own))] for own in numbers]
+    flat = [x for own in numbers for x in (own if len(own) == most else (*own, *[0.0] * (most - len(own))))]
     # Never the very end, where rounding could reach a token of probability 0.
-    drawn = torch.tensor(padded, dtype=torch.float64, device=logits.device).clamp_(max=1 - 1e-12)
+    drawn = torch.tensor(flat, dtype=torch.float64, device=logits.device).view(-1, most).clamp_(max=1 - 1e-12)
     tokens = _passing(logprobs, drawn)
     if not all(w.temperature for w in kinds):
         greedy = torch.tensor([not w.temperature for w in wanted], device=logits.device)
@@ -58,10 +63,10 @@ def sample(
     kept: list[list[int]] = [[] for _ in wanted]
     if any(w.top_k for w in kinds):
         kept = [logprobs[row].isfinite().nonzero()[:, 0].tolist() if w.top_k else [] for row, w in enumerate(wanted)]
-    found = zip(tokens.tolist(), logprobs.gather(-1, tokens).tolist(), numbers, kept, strict=True)
+    of_rows = zip(tokens.tolist(), logprobs.gather(-1, tokens).tolist(), kept, counts, strict=True)
     return [
-        [(token, logprob, ids) for token, logprob, _ in zip(of_row, logprobs_of_row, own, strict=False)]
-        for of_row, logprobs_of_row, own, ids in found
+        [(token, logprob, ids) for token, logprob in zip(own[:count], own_logprobs, strict=False)]
+        for own, own_logprobs, ids, count in of_rows
     ]
 
 

@@ -14,6 +14,9 @@ from .hf_conversations import Turn
 from .hf_sampling import Sampling
 
 
+NOTHING: frozenset[int] = frozenset()
+
+
 @dataclass
 class Request:
     id: str
@@ -54,6 +57,11 @@ class Generation:
     begin: int = 0
     turns: list[Turn] = field(default_factory=list)
     is_mixed: bool = False
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """What its next token may not be."""
+        return self.request.stop if len(self.logprobs) < self.request.min_tokens else NOTHING
 
     @property
     def read_end(self) -> int:
