@@ -43,7 +43,7 @@ def kernels() -> Any | None:
 
 
 def kernel_size(key: torch.Tensor, value: torch.Tensor) -> int | None:
-    """Numbers of a head, padding included, with which a kernel takes these keys and values [..., D]; None: none does."""
+    """Numbers of a head, padding included, that a kernel has for these keys and values [..., D]; None where none has."""
     largest = max(key.shape[-1], value.shape[-1])
     if not key.is_cpu or key.dtype not in TYPES or largest > SIZES[-1] or kernels() is None:
         return None
@@ -58,7 +58,7 @@ class BlockAttention:
     """
 
     def __init__(self, table: torch.Tensor, lengths: torch.Tensor, block: int) -> None:
-        self._ops = kernels()
+        self._ops: Any = kernels()
         self._table, self._lengths = table, lengths.int()
         at = lengths.long() - 1
         self._slots = table.gather(1, at[:, None] // block)[:, 0].long() * block + at % block

@@ -13,7 +13,6 @@ from .hf_cache import Row
 from .hf_conversations import Turn
 from .hf_sampling import Sampling
 
-
 NOTHING: frozenset[int] = frozenset()
 
 
