@@ -43,7 +43,7 @@ def kernels() -> Any | None:
 
 
 def kernel_size(key: torch.Tensor, value: torch.Tensor) -> int | None:
-    """Numbers of a head, padding included, that a kernel has for these keys and values [..., D]; None where none has."""
+    """Numbers of a head, padding included, that a kernel has for keys and values [..., D] like these, or None."""
     largest = max(key.shape[-1], value.shape[-1])
     if not key.is_cpu or key.dtype not in TYPES or largest > SIZES[-1] or kernels() is None:
         return None
