@@ -284,50 +284,47 @@ class TokenAttention:
         memory = self._pool.layer(self._num_layers, key, value)
         self._num_layers += 1
         q, k, v = (x[: self._num_rows, :, 0] for x in (query, key, value))
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        how = {"scaling": scaling, "window": window, "softcap": softcap}
-        if kernel_size(key, value) is not None:
+        factor = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+        if kernel_size(key, value) is not None and query.dtype == key.dtype and softcap is None:
             self._blocks.write(k, v, *memory)
-            out = self._blocks.attend(q, *memory, **how)[:, None, :, : value.shape[-1]]
+            out = self._blocks.attend(q, *memory, scaling=factor, window=window)[:, None, :, : value.shape[-1]]
         else:
             block, column = self._places
             for x, new in zip(_by_token(memory), (k, v), strict=True):
-                x[block, :, column] = new
-            out = self._alone(q, memory, **how) if query.is_cpu else self._at_once(q, memory, **how)
+                x[block, :, column, : new.shape[-1]] = new
+            keys, values = (x[..., : new.shape[-1]] for x, new in zip(_by_token(memory), (k, v), strict=True))
+            out = self._without_kernel(q, keys, values, scaling=factor, window=window, softcap=softcap)
         return F.pad(out, (0, 0, 0, 0, 0, 0, 0, query.shape[0] - self._num_rows))
 
-    def _at_once(
+    def _without_kernel(
         self,
         query: torch.Tensor,
-        memory: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
         *,
         scaling: float,
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """query [B, H, D] -> [B, 1, H, D]."""
-        keys, values = (_in_rows(x, self._table) for x in _by_token(memory))
-        return _attention(query[:, :, None], keys, values, self._mask(window, query.dtype), scaling, softcap)
+        """query [B, H, D], keys and values [N, H_kv, BLOCK, D] -> [B, 1, H, D].
 
-    def _alone(
-        self,
-        query: torch.Tensor,
-        memory: tuple[torch.Tensor, torch.Tensor],
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """The same, row by row: in one product over the columns of all of them, how torch parts its sums depends on
-        how many there are.
+        On a CPU in float32, and rows of as many blocks at a time: in one product over the columns of all rows, how
+        torch parts a row's sums depends on the longest.
         """
-        mask = self._mask(window, torch.float32)
-        out = []
+        dtype = torch.float32 if query.is_cpu else query.dtype
+        out = query.new_empty(len(query), 1, query.shape[1], values.shape[-1])
+        for own, count in self._alike() if query.is_cpu else [(slice(None), self._table.shape[1])]:
+            q, mask = query[own][:, :, None].to(dtype), self._mask(window, dtype)[own, ..., : count * BLOCK]
+            k, v = (_in_rows(x, self._table[own, :count]).to(dtype) for x in (keys, values))
+            out[own] = _attention(q, k, v, mask, scaling, softcap).to(query.dtype)
+        return out
+
+    def _alike(self) -> list[tuple[torch.Tensor, int]]:
+        """Places of rows that have as many blocks, and how many."""
+        alike: dict[int, list[int]] = {}
         for i, count in enumerate(self._counts):
-            keys, values = (_in_rows(x, self._table[i : i + 1, :count]).float() for x in _by_token(memory))
-            own = mask[i : i + 1, ..., : keys.shape[2]]
-            out.append(_attention(query[i : i + 1, :, None].float(), keys, values, own, scaling, softcap))
-        return torch.cat(out).to(query.dtype)
+            alike.setdefault(count, []).append(i)
+        return [(torch.tensor(places), count) for count, places in alike.items()]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[B, 1, 1, W]"""

@@ -2,14 +2,15 @@
 
 They look the blocks up where they lie, and add up in float32 whatever type the keys have. What a sequence gets is its
 own to the last bit, whatever else is in the batch. Loaded without the rest of vLLM, whose import takes seconds. Where
-its build has none (one for GPUs), or the processor is another, `kernels` is None.
+its build has none (one for GPUs), or the processor is another, `kernels` is None. Their tanh is not a number from 88
+on, so that layers which cap their scores are not for them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import platform
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+logger = logging.getLogger(__name__)
 SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of heads, that there are kernels for."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +31,7 @@ _workspace = threading.Lock()
 def kernels() -> Any | None:
     """The operators, or None."""
     found = importlib.util.find_spec("vllm")
-    if platform.machine() not in ("x86_64", "AMD64") or found is None or found.origin is None:
+    if not torch.cpu._is_avx2_supported() or found is None or found.origin is None:
         return None
     name = "_C_AVX2"
     if torch.cpu._is_avx512_supported():
@@ -37,7 +39,8 @@ def kernels() -> Any | None:
     for library in Path(found.origin).parent.glob(f"{name}.*so"):
         try:
             torch.ops.load_library(library)
-        except OSError:  # of a build for GPUs, on a machine without its libraries
+        except OSError as error:  # a library that it needs is not here
+            logger.warning("engine hf attends without vLLM's kernels, which is slower: %s", error)
             return None
     return torch.ops._C if hasattr(torch.ops._C, "cpu_attention_with_kv_cache") else None
 
@@ -45,7 +48,9 @@ def kernels() -> Any | None:
 def kernel_size(key: torch.Tensor, value: torch.Tensor) -> int | None:
     """Numbers of a head, padding included, that a kernel has for keys and values [..., D] like these, or None."""
     largest = max(key.shape[-1], value.shape[-1])
-    if not key.is_cpu or key.dtype not in TYPES or largest > SIZES[-1] or kernels() is None:
+    if not key.is_cpu or key.dtype != value.dtype or key.dtype not in TYPES:
+        return None
+    if largest > SIZES[-1] or kernels() is None:
         return None
     return next(size for size in SIZES if size >= largest)
 
@@ -88,9 +93,9 @@ class BlockAttention:
         *,
         scaling: float,
         window: int | None,
-        softcap: float | None,
     ) -> torch.Tensor:
-        """query [B, H, D] -> [B, H, D], padding of values included, in the type of memory."""
+        """query [B, H, D], of the type of memory -> [B, H, D], padding of values included."""
+        assert query.dtype == keys.dtype == values.dtype, "the kernel would read beyond their end"
         size = values.shape[-1]
         query = _padded(query, size)
         out = torch.empty_like(query)
@@ -108,9 +113,9 @@ class BlockAttention:
                 scaling,
                 True,  # causal
                 None,  # no slopes
-                window or -1,
+                -1 if window is None else window,
                 self._table,
-                softcap or 0.0,
+                0.0,  # no cap
                 self._plans[alike],
                 None,  # no sinks
                 None,
@@ -130,7 +135,7 @@ class BlockAttention:
             dtype,
             self._starts,
             True,  # causal
-            window or -1,
+            -1 if window is None else window,
             _instructions(size),
             False,  # a sequence's blocks stay together: how many threads there are decides nothing
             None,

@@ -155,7 +155,8 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     processes = command.processes()
     generators = [p for p in processes if "CollectorActor" in command_line(p)]
     assert len(generators) == 2
-    assert not [m.path for p in generators for m in p.memory_maps() if "vllm" in m.path], "it loads nothing of vLLM"
+    loaded = {Path(m.path).name for p in generators for m in p.memory_maps() if "vllm" in m.path}
+    assert not {name for name in loaded if not name.startswith("_C")}, "of vLLM it loads kernels alone"
     assert not [p for p in processes if "EngineCore" in command_line(p)]
     command.process.send_signal(number)
     run = command.wait(300)

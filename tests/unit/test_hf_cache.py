@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +15,43 @@ from leeway.engines.hf_cache import BLOCK, BlockPool, Row, TokenAttention, _atte
 LENGTHS = [33, 70, 3]  # before the token that attends
 
 
+@pytest.fixture
+def kernels() -> None:
+    """As vLLM's build for x86 processors has them."""
+    vllm = importlib.util.find_spec("vllm")
+    if not (vllm and vllm.origin and [*Path(vllm.origin).parent.glob("_C_AVX2*so")]):
+        pytest.skip("vLLM was built for another processor")
+
+
 @pytest.fixture(params=["kernel", "no kernel"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernels, and what is computed without them."""
     if request.param == "no kernel":
         monkeypatch.setattr(hf_kernel, "kernels", lambda: None)
-    elif hf_kernel.kernels() is None:
-        pytest.skip("vLLM has no kernels for this processor")
+    else:
+        request.getfixturevalue("kernels")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_kernels_are_found_and_used_with_keys_in_the_type_of_the_model() -> None:
+    pool = BlockPool()
+    rows, (key, value) = pool.add([40]), torch.randn(2, 1, 2, 1, 48).to(torch.bfloat16)
+    attention = TokenAttention(pool, rows, [39], torch.device("cpu"))
+    attention.attend(key, key, value, scaling=None, window=None, softcap=None)
+    assert "_blocks" in vars(attention)
+    assert pool.bytes_per_token == 2 * (2 * 48 * 2)
+
+
+@pytest.mark.usefixtures("either")
+def test_a_score_far_above_its_cap_is_the_cap() -> None:
+    """vLLM's kernel makes no number of it."""
+    pool = BlockPool()
+    rows, key = pool.add([40]), torch.ones(1, 2, 1, 48)
+    attention = TokenAttention(pool, rows, [39], torch.device("cpu"))
+    for x in _by_token(pool.layer(0, key, key)):
+        x[:] = 1
+    out = attention.attend(100 * key, key, key, scaling=1.0, window=None, softcap=0.5)
+    torch.testing.assert_close(out, torch.ones(1, 1, 2, 48))
 
 
 def remember(
@@ -121,10 +153,9 @@ def test_a_row_attends_alike_alone_and_among_others_wherever_its_blocks_are(
             assert row.equal(among[i]) or i == 1
 
 
+@pytest.mark.usefixtures("either")
 def test_threads_that_attend_at_once_get_their_own_numbers() -> None:
     """The kernels have one workspace for the whole process."""
-    if hf_kernel.kernels() is None:
-        pytest.skip("vLLM has no kernels for this processor")
     torch.manual_seed(0)
     num_rows, length = 64, 200
     works = []
