@@ -263,7 +263,8 @@ class TokenAttention:
 
     @functools.cached_property
     def _blocks(self) -> BlockAttention:
-        return BlockAttention(self._table, self._positions + 1, BLOCK)
+        block, column = self._places
+        return BlockAttention(self._table, self._positions + 1, block * BLOCK + column)
 
     @functools.cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:

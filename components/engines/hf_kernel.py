@@ -2,8 +2,8 @@
 
 They look the blocks up where they lie, and add up in float32 whatever type the keys have. What a sequence gets is its
 own to the last bit, whatever else is in the batch. Loaded without the rest of vLLM, whose import takes seconds. Where
-its build has none (one for GPUs), or the processor is another, `kernels` is None. Their tanh is not a number from 88
-on, so that layers which cap their scores are not for them.
+its build has none (one for GPUs), or the processor is another, `kernels` is None. Their tanh is NaN from 88 on, so
+layers that cap their scores cannot use them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Of heads, that there are kernels for."""
+"""Head sizes that there are kernels for."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_TYPE = "auto"  # that of keys and values: the query's
 _workspace = threading.Lock()
@@ -29,24 +29,33 @@ _workspace = threading.Lock()
 
 @functools.cache
 def kernels() -> Any | None:
-    """The operators, or None."""
-    found = importlib.util.find_spec("vllm")
-    if not torch.cpu._is_avx2_supported() or found is None or found.origin is None:
+    """The operators, or None, and then the log says why."""
+    try:
+        return _loaded()
+    except (ImportError, OSError) as error:
+        logger.warning("engine hf attends without vLLM's kernels, several times slower: %s", error)
         return None
+
+
+def _loaded() -> Any:
+    """Raises ImportError where there are none, OSError where a library that they need is missing."""
+    found = importlib.util.find_spec("vllm")
+    if not torch.cpu._is_avx2_supported():
+        raise ImportError("they are for x86 processors with AVX2")
+    if found is None or found.origin is None:
+        raise ImportError("vLLM is not installed")
     name = "_C_AVX2"
     if torch.cpu._is_avx512_supported():
         name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
     for library in Path(found.origin).parent.glob(f"{name}.*so"):
-        try:
-            torch.ops.load_library(library)
-        except OSError as error:  # a library that it needs is not here
-            logger.warning("engine hf attends without vLLM's kernels, which is slower: %s", error)
-            return None
-    return torch.ops._C if hasattr(torch.ops._C, "cpu_attention_with_kv_cache") else None
+        torch.ops.load_library(library)
+    if not hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+        raise ImportError("this build of vLLM has none for CPUs")
+    return torch.ops._C
 
 
 def kernel_size(key: torch.Tensor, value: torch.Tensor) -> int | None:
-    """Numbers of a head, padding included, that a kernel has for keys and values [..., D] like these, or None."""
+    """The head size, padding included, of the kernel for keys and values [..., D] like these, or None."""
     largest = max(key.shape[-1], value.shape[-1])
     if not key.is_cpu or key.dtype != value.dtype or key.dtype not in TYPES:
         return None
@@ -59,14 +68,13 @@ class BlockAttention:
     """That of the last token of each of B sequences, all of whose `lengths` are at least 1.
 
     `table` [B, M], int32: the blocks of each sequence in order. All memory is [N, H_kv, BLOCK, D] or, for keys,
-    [N, H_kv, D, BLOCK], with a D of `SIZES`; what is given for it may have less and is padded with zeros.
+    [N, H_kv, D, BLOCK], with a D of `SIZES`; what is given for it may have less and is padded with zeros. `slots` [B],
+    int64: the block of each last token times BLOCK, and its place there.
     """
 
-    def __init__(self, table: torch.Tensor, lengths: torch.Tensor, block: int) -> None:
+    def __init__(self, table: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> None:
         self._ops: Any = kernels()
-        self._table, self._lengths = table, lengths.int()
-        at = lengths.long() - 1
-        self._slots = table.gather(1, at[:, None] // block)[:, 0].long() * block + at % block
+        self._table, self._lengths, self._slots = table, lengths.int(), slots
         self._starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
         self._plans: dict[tuple[int, int, int | None, int, torch.dtype], torch.Tensor] = {}
 

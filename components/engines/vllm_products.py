@@ -21,7 +21,7 @@ def in_few_shapes() -> None:
     product = _custom_ops.onednn_mm
 
     def padded(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if torch.compiler.is_compiling():  # first: a number of rows that is looked at would be the only one
+        if torch.compiler.is_compiling():  # first: Dynamo fixes a number of rows that is looked at
             return product(handler, x, bias)
         rows = x.reshape(-1, x.shape[-1])
         num_more = num_rows(len(rows)) - len(rows)

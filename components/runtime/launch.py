@@ -139,7 +139,7 @@ def engine_settings(config: Config, *, cores: list[int], initial_version: int | 
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         initial_version=initial_version,
-        # With in_flight=off a run's requests have no seeds, but those of who asks its served model may.
+        # With in_flight=off a run's own requests have no seeds, but whoever asks its served model may send one.
         seeded=derive(config).seeded_requests or evaluation_is_seeded(config) or config.staleness.in_flight == "off",
         num_kept=kept_width(config.rollout.top_k or 0),
         read_back=config.param_server.read_back,

@@ -42,6 +42,13 @@ def test_the_kernels_are_found_and_used_with_keys_in_the_type_of_the_model() -> 
     assert pool.bytes_per_token == 2 * (2 * 48 * 2)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_that_there_are_no_kernels_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert hf_kernel.kernels.__wrapped__() is None
+    assert "without vLLM's kernels, several times slower: vLLM is not installed" in caplog.text
+
+
 @pytest.mark.usefixtures("either")
 def test_a_score_far_above_its_cap_is_the_cap() -> None:
     """vLLM's kernel makes no number of it."""
