@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 
 from .attention import NAME as PACKED
 from .attention import may_be_packed
+from .last_layer import leave_out_unasked
 from .logprobs import LogitTransform
 from .microbatch import Packing, split_into_microbatches
 from .pretrained import ModelRefusedError, read_weights, skeleton
 from .scoring import ScoringModel, head_forward, output_head, score_microbatch
-from .sharding import reshard, shard
+from .sharding import decoder_layers, reshard, shard
 from .shards import shard_of
 from .tensors import fill, saved_tensors, taken_back
 
@@ -57,10 +58,13 @@ class FoundModel:
     weights: dict[str, torch.Tensor]
     transform: LogitTransform
     masks: bool
+    skips_unasked: bool
     head_dtype: torch.dtype | None
 
     def scoring_model(self, chunk_tokens: int | None = None) -> ScoringModel:
         """Around the skeleton. `chunk_tokens`: most tokens whose logits exist at a time; None: `MANY_LOGITS`."""
+        if self.skips_unasked:
+            leave_out_unasked(decoder_layers(self.lm)[-1])
         return ScoringModel(
             self.lm,
             transform=self.transform,
@@ -111,17 +115,22 @@ def find_model(
     found: list[str] = []
     for way in _ways(attn, packing):
         if way.attn == PACKED and not probe.may_be_one_row:
-            found.append(f"{way}: its layers are of kinds that do not take packed attention")
+            if not way.skips_unasked:
+                found.append(f"{way}: its layers are of kinds that do not take packed attention")
             continue
         try:
-            wrong = probe.compare(loader.scoring(way.attn, transform=probe.transform, masks=way.masks), way)
+            wrong = probe.compare(loader.scoring(way, probe.transform), way)
         except Exception as error:  # whatever it is, this way does not work
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if (wrong := loader.agreed(wrong)) is None:
             if found and packing == "auto":
                 logger.warning("%s: batches are computed as %s, because of %s", probe.name, way, found[0])
-            return FoundModel(loader.skeleton(way.attn), loader.weights, probe.transform, way.masks, head_dtype)
-        found.append(f"{way}: {wrong}")
+            lm = loader.skeleton(way.attn)
+            return FoundModel(lm, loader.weights, probe.transform, way.masks, way.skips_unasked, head_dtype)
+        if way.skips_unasked:
+            logger.info("%s: its last layer is computed for all tokens, because of %s", probe.name, wrong)
+        else:
+            found.append(f"{way}: {wrong}")
     raise ModelRefusedError(
         f"{probe.name}: got train.packing={packing}, model.attn={attn}, with which it is not trained exactly "
         f"({'; '.join(found)}); expected what transformers says of each sequence alone; "
@@ -136,6 +145,7 @@ class _Way:
     attn: str
     packing: Packing
     masks: bool = False
+    skips_unasked: bool = False  # in the last layer
 
     def __str__(self) -> str:
         if self.attn == PACKED:
@@ -147,7 +157,8 @@ def _ways(attn: str, packing: str) -> list[_Way]:
     """The ways to try, fastest first."""
     ways: list[_Way] = []
     if packing != "padded" and attn in ("auto", "sdpa"):
-        ways.append(_Way(PACKED, "shared" if packing == "auto" else packing))  # type: ignore[arg-type]
+        form: Any = "shared" if packing == "auto" else packing
+        ways += [_Way(PACKED, form, skips_unasked=True), _Way(PACKED, form)]
     if packing in ("auto", "padded"):
         ways += [
             _Way(name, "padded", masks)
@@ -194,11 +205,10 @@ class _Loader:
         _switch_off(lm.config)
         return lm
 
-    def scoring(self, attn: str, *, transform: LogitTransform | None = None, masks: bool = False) -> ScoringModel:
+    def scoring(self, way: _Way, transform: LogitTransform | None = None) -> ScoringModel:
         """One that can compute, in float32, and needs no gradients of weights."""
-        model = ScoringModel(
-            self.skeleton(attn), transform=transform or LogitTransform(), head_dtype=self.head_dtype, masks=masks
-        )
+        lm, transform = self.skeleton(way.attn), transform or LogitTransform()
+        model = FoundModel(lm, {}, transform, way.masks, way.skips_unasked, self.head_dtype).scoring_model()
         model.requires_grad_(False)
         self._model = model
         if self.mesh is None:
@@ -375,7 +385,7 @@ class _Probe:
     @classmethod
     @torch.no_grad()
     def of(cls, loader: _Loader) -> _Probe:
-        model, device = loader.scoring("eager"), loader.device
+        model, device = loader.scoring(_Way("eager", "padded")), loader.device
         lm, longest = model.lm, loader.longest(model.lm)
         transform = logit_transform(model, device)
         tokens = probe_tokens(lm, 27)

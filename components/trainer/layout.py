@@ -7,7 +7,8 @@ Sequences lie back to back in one row. Those with the same prompt share it, and 
     segments   |   0   |        1         | 2  | 3  | 4  |              5                | ...
 
 A `Segment` is a run of queries and the keys they see: its own tokens, after those of its context. Linear layers see
-every token once; only attention reads a shared prompt as often as there are responses.
+every token once; only attention reads a shared prompt as often as there are responses. Where these are short, a prompt
+and its responses are one segment, whose mask says who sees whom: kernels take their time for each segment.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ..samples import ranges
@@ -23,20 +25,25 @@ from ..samples import ranges
 # Sequences of a bucket are padded to its longest. More padding than this share of the work opens a new bucket, where
 # the work is not so small that the calls cost more.
 PADDING_FRAC = 0.25
-SMALL_AREA = 1 << 15
+SMALL_AREA = 1 << 13
 # Queries x keys of a bucket with a mask of its own: 16 MB in float32, and of a pass over all of them at most that.
 MAX_MASKED_AREA = 1 << 22
+# Queries x keys of a segment that take a CPU's kernel as long as to begin with it, forward and backward; and of the
+# largest one that is put together of several.
+BEGINNING_AREA = 128
+MAX_JOINED_AREA = 1 << 16
 
 
 @dataclass(frozen=True)
 class Segment:
     """`num_queries` tokens of the row from `start`. `context`: runs (start, length) of what their sequence has before
-    them, in its order.
+    them, in its order. `inner`: what it is made of, and each query sees no more than it does there.
     """
 
     start: int
     num_queries: int
     context: tuple[tuple[int, int], ...] = ()
+    inner: tuple[Segment, ...] = ()
 
     @property
     def num_before(self) -> int:
@@ -46,6 +53,25 @@ class Segment:
     def num_keys(self) -> int:
         return self.num_before + self.num_queries
 
+    @property
+    def area(self) -> int:
+        return self.num_queries * self.num_keys
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys each query of n segments sees, where that is not simply all before it.
+
+    `seen` bool [n, Q, K]; `queries` int64 [n, Q] and `keys` [n, K]: their positions in their sequences.
+    """
+
+    seen: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+    def to(self, device: torch.device) -> Sight:
+        return Sight(self.seen.to(device), self.queries.to(device), self.keys.to(device))
+
 
 @dataclass(frozen=True)
 class AttentionGroup:
@@ -53,11 +79,13 @@ class AttentionGroup:
 
     Padded entries point at token 0: as keys they lie after every query, and as queries they are never read. `offsets`
     [n]: position of each first query among its keys; None: the keys are the queries, and attention is plainly causal.
+    `sight`: of segments that are made of several (None: a query sees all before it).
     """
 
     query_index: torch.Tensor  # int64 [n, Q]
     key_index: torch.Tensor  # int64 [n, K]
     offsets: torch.Tensor | None
+    sight: Sight | None = None
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -68,15 +96,22 @@ class AttentionGroup:
         num_queries, num_keys = self.query_index.shape[1], self.key_index.shape[1]
         if window is not None and window >= num_keys:
             window = None
-        if self.offsets is None and window is None:
+        if self.offsets is None and self.sight is None and window is None:
             return None
         if (window, dtype) not in self._masks:
             device = self.query_index.device
-            offsets = torch.zeros(1, dtype=torch.int64, device=device) if self.offsets is None else self.offsets
-            # Padded queries may lie beyond all keys; they must see something too, or their softmax is 0 / 0.
-            queries = (offsets[:, None] + torch.arange(num_queries, device=device)).clamp(max=num_keys - 1)
-            distance = queries[:, :, None] - torch.arange(num_keys, device=device)
-            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            if self.sight is not None:
+                hidden = ~self.sight.seen
+                distance = self.sight.queries[:, :, None] - self.sight.keys[:, None] if window is not None else None
+            else:
+                offsets = torch.zeros(1, dtype=torch.int64, device=device) if self.offsets is None else self.offsets
+                # Padded queries may lie beyond all keys; they must see something too, or their softmax is 0 / 0.
+                queries = (offsets[:, None] + torch.arange(num_queries, device=device)).clamp(max=num_keys - 1)
+                distance = queries[:, :, None] - torch.arange(num_keys, device=device)
+                hidden = distance < 0
+            if window is not None:
+                assert distance is not None, "as there is a window"
+                hidden = hidden | (distance >= window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
             self._masks[window, dtype] = mask[:, None]
         return self._masks[window, dtype]
@@ -97,7 +132,8 @@ class AttentionGroup:
 
     def to(self, device: torch.device) -> AttentionGroup:
         offsets = None if self.offsets is None else self.offsets.to(device)
-        return AttentionGroup(self.query_index.to(device), self.key_index.to(device), offsets)
+        sight = None if self.sight is None else self.sight.to(device)
+        return AttentionGroup(self.query_index.to(device), self.key_index.to(device), offsets, sight)
 
 
 @dataclass(frozen=True)
@@ -107,6 +143,9 @@ class Layout:
     Padded: `buckets`, and `restore` [T] from their flattened queries, laid end to end, back to the row. Variable
     length: the segments' queries in the row's order, cut at `query_starts` [n + 1], and their keys `key_index` cut at
     `key_starts` [n + 1], causal from the lower right.
+
+    `asked`: the tokens, in order, whose hidden states are read behind the last layer, and perhaps some others; None:
+    any may be.
     """
 
     buckets: list[AttentionGroup]
@@ -116,6 +155,7 @@ class Layout:
     key_index: torch.Tensor | None  # int64 [sum of keys]; None: the row itself
     max_queries: int
     max_keys: int
+    asked: torch.Tensor | None = None  # int64 [U]
 
     def in_row(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, H, Q, D] of each bucket -> [T, H, D]"""
@@ -133,6 +173,7 @@ class Layout:
             None if self.key_index is None else self.key_index.to(device),
             self.max_queries,
             self.max_keys,
+            None if self.asked is None else self.asked.to(device),
         )
 
 
@@ -144,18 +185,23 @@ def padded_layout(num_rows: int, width: int, device: torch.device) -> Layout:
     return Layout([AttentionGroup(rows, rows, None)], index, starts, starts, None, width, width)
 
 
-def make_layout(segments: Sequence[Segment]) -> Layout:
-    """The layout of a row that `segments` cover from end to end, in order."""
+def make_layout(segments: Sequence[Segment], families: Sequence[tuple[int, int]] = ()) -> Layout:
+    """The layout of a row that `segments` cover from end to end, in order.
+
+    `families`: runs (first, number) of segments whose first one all others of them have in their context, after its
+    own.
+    """
     assert all(a.start + a.num_queries == b.start for a, b in itertools.pairwise(segments))
     num_tokens = segments[-1].start + segments[-1].num_queries
+    queries = torch.tensor([s.num_queries for s in segments])
+    keys = torch.tensor([s.num_keys for s in segments])
+    positions = ranges((keys - queries).tolist(), queries.tolist()) if families else None
     buckets, restore, done = [], torch.empty(num_tokens, dtype=torch.int64), 0
-    for chosen in _bucket(segments):
-        bucket, places = _pad(chosen)
+    for chosen in _bucket(_joined(segments, families)):
+        bucket, places = _pad(chosen, positions)
         restore[bucket.query_index.flatten()[places]] = places + done
         done += bucket.query_index.numel()
         buckets.append(bucket)
-    queries = torch.tensor([s.num_queries for s in segments])
-    keys = torch.tensor([s.num_keys for s in segments])
     return Layout(
         buckets,
         restore,
@@ -167,44 +213,89 @@ def make_layout(segments: Sequence[Segment]) -> Layout:
     )
 
 
+def _joined(segments: Sequence[Segment], families: Sequence[tuple[int, int]]) -> list[Segment]:
+    """The same, with each family as one segment where that is less work."""
+    joined, done = [], 0
+    for first, number in families:
+        own = segments[first : first + number]
+        whole = Segment(own[0].start, sum(s.num_queries for s in own), own[0].context, tuple(own))
+        apart = sum(s.area + BEGINNING_AREA for s in own)
+        if number > 1 and whole.area <= MAX_JOINED_AREA and whole.area + BEGINNING_AREA < apart:
+            joined += [*segments[done:first], whole]
+            done = first + number
+    return [*joined, *segments[done:]]
+
+
 def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments of similar shape together, largest first; those with a context apart from those without."""
+    """Segments of similar shape and one kind together, largest first."""
     buckets: list[list[Segment]] = []
-    shapes = [(bool(s.context), s.num_keys, s.num_queries) for s in segments]
+    # Kinds: made of several, with a context, neither.
+    shapes = [(2 if s.inner else int(bool(s.context)), s.num_keys, s.num_queries) for s in segments]
     queries = keys = work = 0  # the widest of the last bucket, and its area without padding
-    last_shared = None
+    last_kind = None
     for i in sorted(range(len(segments)), key=shapes.__getitem__, reverse=True):
-        shared, num_keys, num_queries = shapes[i]
+        kind, num_keys, num_queries = shapes[i]
         if num_queries == 0:
             continue
         own, widest = num_queries * num_keys, max(queries, num_queries)
         area = widest * keys * (len(buckets[-1]) + 1) if buckets else 0
-        fits = area <= (1 + PADDING_FRAC) * (work + own) + SMALL_AREA and (area <= MAX_MASKED_AREA or not shared)
-        if fits and shared == last_shared:
+        fits = area <= (1 + PADDING_FRAC) * (work + own) + SMALL_AREA and (area <= MAX_MASKED_AREA or kind == 0)
+        if fits and kind == last_kind:
             buckets[-1].append(segments[i])
             queries, work = widest, work + own
         else:
             buckets.append([segments[i]])
-            queries, keys, work, last_shared = num_queries, num_keys, own, shared
+            queries, keys, work, last_kind = num_queries, num_keys, own, kind
     return buckets
 
 
-def _pad(segments: Sequence[Segment]) -> tuple[AttentionGroup, torch.Tensor]:
-    """The bucket of these segments, and where in its flattened queries the row's own tokens are."""
+def _pad(segments: Sequence[Segment], positions: torch.Tensor | None) -> tuple[AttentionGroup, torch.Tensor]:
+    """The bucket of these segments, and where in its flattened queries the row's own tokens are. `positions` int64 [T]
+    of the row's tokens (None: no segment is made of several).
+    """
     own = torch.tensor([s.num_queries for s in segments])[:, None]
     before = torch.tensor([s.num_before for s in segments])[:, None]
     keys = torch.arange(int((before + own).max()))
     key_index = torch.zeros(len(segments), len(keys), dtype=torch.int64)
     key_index[keys < before + own] = _keys(segments)
     width = int(own.max())
-    if not int(before.max()) or width * len(keys) > MAX_MASKED_AREA:
+    are_joined = bool(segments[0].inner)
+    if not are_joined and (not int(before.max()) or width * len(keys) > MAX_MASKED_AREA):
         # A mask for such a long response costs more than computing the prompt's queries again and dropping them.
         real = (keys >= before) & (keys < before + own)
         return AttentionGroup(key_index, key_index, None), real.flatten().nonzero()[:, 0]
     queries = torch.arange(width)
     starts = torch.tensor([s.start for s in segments])[:, None]
     query_index = torch.where(queries < own, starts + queries, 0)
-    return AttentionGroup(query_index, key_index, before[:, 0]), (queries < own).flatten().nonzero()[:, 0]
+    places = (queries < own).flatten().nonzero()[:, 0]
+    if not are_joined:
+        return AttentionGroup(query_index, key_index, before[:, 0]), places
+    assert positions is not None, "there are families"
+    sight = Sight(_seen(segments, width, len(keys)), positions[query_index], positions[key_index])
+    return AttentionGroup(query_index, key_index, None, sight), places
+
+
+def _seen(segments: Sequence[Segment], num_queries: int, num_keys: int) -> torch.Tensor:
+    """`Sight.seen` of segments that are made of several."""
+    # Rectangles of queries that see a run of keys: what stands at their corners adds up to 1 in them. They do not
+    # overlap, and what they have too much of their own tokens lies after the query.
+    corners: list[tuple[int, int, int, int, int]] = []
+    for n, segment in enumerate(segments):
+        before = segment.num_before
+        for s in segment.inner:
+            first, last = s.start - segment.start, s.start - segment.start + s.num_queries
+            corners.append((n, first, last, 0, before))
+            for start, length in (*s.context[len(segment.context) :], (s.start, s.num_queries)):
+                corners.append((n, first, last, before + start - segment.start, before + start - segment.start + length))
+    n, first, last, begin, end = np.array(corners).T
+    added = np.zeros((len(segments), num_queries + 1, num_keys + 1), dtype=np.int8)
+    for queries, keys, sign in ((first, begin, 1), (last, begin, -1), (first, end, -1), (last, end, 1)):
+        np.add.at(added, (n, queries, keys), sign)
+    seen = added.cumsum(1, dtype=np.int8).cumsum(2, dtype=np.int8)[:, :-1, :-1] > 0
+    before = np.array([s.num_before for s in segments])
+    seen &= np.arange(num_keys) <= before[:, None, None] + np.arange(num_queries)[:, None]
+    seen[:, :, 0] = True  # of all sequences; queries that are padding must see something too
+    return torch.from_numpy(seen)
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
