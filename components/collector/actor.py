@@ -25,7 +25,7 @@ from ..importing import not_loading
 from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
 from ..transports.transport import TransportSettings, open_transport
-from ..types import Task, Trajectory
+from ..types import Admission, Task, Trajectory
 from ..weights import Publication
 from .adapter_sync import AdapterSync
 from .clock import ActivityClock
@@ -67,7 +67,14 @@ class CollectorRun:
         async def pull(newer_than: int, timeout_s: float) -> Publication | None:
             return await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
 
+        async def admit(limit: int) -> list[Admission]:
+            with self.outbox.taken() as finished:  # one call for both, as each costs both processes milliseconds
+                if finished:
+                    spans.instant("put", groups=[group.group_id for group in finished])
+                return await buffer.admit.remote(limit, timeout_s=deadline_s, collector=name, finished=finished)
+
         clock = ActivityClock()
+        self.outbox = Outbox(self._put)
         self.buffer = buffer
         self.transport = open_transport(transport)
         self.weight_sync = _kind_of_sync(settings, numbers)(
@@ -92,7 +99,7 @@ class CollectorRun:
             prompter=Prompter.of(config.model, path=settings.model_path),
             weight_sync=self.weight_sync,
             clock=clock,
-            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=name),
+            admit=admit,
             retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
             give_back=lambda reason: buffer.give_back.remote(name, reason),
             fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
@@ -104,6 +111,10 @@ class CollectorRun:
             max_in_flight=numbers.groups_per_generator,
             vocab_size=of_the_text(model_config(Path(settings.model_path))).get("vocab_size"),
         )
+
+    async def _put(self, finished: list[Group]) -> None:
+        with spans.span("put", groups=[group.group_id for group in finished]):
+            await self.buffer.put.remote(finished)
 
     async def close(self) -> None:
         """Waits until nothing of this run touches the engine."""
@@ -244,7 +255,7 @@ class CollectorActor(Watched):
         """Collect until admission ends. Waits for slots. Finished groups go to the replay buffer while others begin, so
         that an engine with room does not stand idle.
         """
-        outbox = Outbox(self._put)
+        outbox = self._run.outbox
 
         async def collecting() -> None:
             async for finished in self._run.collector.groups():
@@ -252,10 +263,6 @@ class CollectorActor(Watched):
             await outbox.emptied()
 
         await unless(outbox.run(), collecting())
-
-    async def _put(self, finished: list[Group]) -> None:
-        with spans.span("put", groups=[group.group_id for group in finished]):
-            await self._run.buffer.put.remote(finished)
 
     @as_text
     async def until_verified(self, policy_version: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from ..group import Group
@@ -11,12 +12,13 @@ from ..group import Group
 
 class Outbox:
     """Sends groups with one call of `send` at a time. What is added during a call goes with the next one: adding never
-    waits, and a busy receiver gets fewer calls.
+    waits, and a busy receiver gets fewer calls. Fewer still where another call takes them along (`taken`).
     """
 
     def __init__(self, send: Callable[[list[Group]], Awaitable[object]]) -> None:
         self._send = send
         self._groups: list[Group] = []
+        self._num_calls = 0  # under way
         self._some, self._none = asyncio.Event(), asyncio.Event()
         self._none.set()
 
@@ -29,10 +31,22 @@ class Outbox:
         """Raises what `send` raises."""
         while True:
             await self._some.wait()
-            self._some.clear()
-            groups, self._groups = self._groups, []
-            await self._send(groups)
-            if not self._groups:
+            await asyncio.sleep(0)  # whoever asks for more because these have finished takes them along
+            if self._groups:
+                with self.taken() as groups:
+                    await self._send(groups)
+
+    @contextmanager
+    def taken(self) -> Iterator[list[Group]]:
+        """All that wait, around a call that sends them."""
+        groups, self._groups = self._groups, []
+        self._some.clear()
+        self._num_calls += 1
+        try:
+            yield groups
+        finally:
+            self._num_calls -= 1
+            if not self._groups and not self._num_calls:
                 self._none.set()
 
     async def emptied(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from ..config import Config
+from ..envs.base import all_or_none
 from ..failures import Watched, as_text
 from ..group import Group
 from ..monitor.logs import log_to_file
@@ -71,8 +72,14 @@ class TrainLinkActor(Watched):
         await self._link.leave()
 
     @as_text
-    async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
-        return await self._link.admit(limit, collector)
+    async def admit(
+        self, limit: int, timeout_s: float, collector: str, finished: Sequence[Group] = ()
+    ) -> list[Admission]:
+        """Groups travel while others are asked for: what is put may take long, and needs no answer."""
+        calls: list[Coroutine[Any, Any, Any]] = [self._link.admit(limit, collector)]
+        if finished:
+            calls.append(self._link.put(finished))
+        return (await all_or_none(calls))[0]
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:

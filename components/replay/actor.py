@@ -287,7 +287,12 @@ class ReplayBufferActor(Watched):
         await asyncio.Event().wait()
 
     @as_text
-    async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
+    async def admit(
+        self, limit: int, timeout_s: float, collector: str, finished: Sequence[Group] = ()
+    ) -> list[Admission]:
+        """See `ReplayBuffer.admit`; `finished` groups are delivered first, as by `put`."""
+        if finished:
+            await self._buffer.put(finished)
         return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
 
     @as_text

@@ -281,12 +281,12 @@ def _seen(segments: Sequence[Segment], num_queries: int, num_keys: int) -> torch
     # overlap, and what they have too much of their own tokens lies after the query.
     corners: list[tuple[int, int, int, int, int]] = []
     for n, segment in enumerate(segments):
-        before = segment.num_before
+        own = segment.num_before - segment.start  # from places in the row to keys
         for s in segment.inner:
             first, last = s.start - segment.start, s.start - segment.start + s.num_queries
-            corners.append((n, first, last, 0, before))
+            corners.append((n, first, last, 0, segment.num_before))
             for start, length in (*s.context[len(segment.context) :], (s.start, s.num_queries)):
-                corners.append((n, first, last, before + start - segment.start, before + start - segment.start + length))
+                corners.append((n, first, last, own + start, own + start + length))
     n, first, last, begin, end = np.array(corners).T
     added = np.zeros((len(segments), num_queries + 1, num_keys + 1), dtype=np.int8)
     for queries, keys, sign in ((first, begin, 1), (last, begin, -1), (first, end, -1), (last, end, 1)):

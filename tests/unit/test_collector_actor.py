@@ -14,6 +14,7 @@ import pytest
 from leeway.collector import actor as actor_module
 from leeway.collector.actor import CollectorActor
 from leeway.collector.engine import SampledTokens
+from leeway.collector.outbox import Outbox
 from leeway.config import load_config
 from leeway.failures import PartFailed
 from leeway.runtime.launch import engine_settings
@@ -161,12 +162,18 @@ def test_nothing_is_sampled_again_for_a_client_that_has_left(actor: CollectorAct
 
 
 class Slow:
-    """A replay buffer that answers a `put` when `answers` is set."""
+    """A replay buffer that answers a `put`, and who asks for more, when `answers` is set."""
 
     def __init__(self) -> None:
         self.got: list[list[int]] = []
         self.answers = asyncio.Event()
         self.put = SimpleNamespace(remote=self._put)
+        self.admit = SimpleNamespace(remote=self._admit)
+
+    async def _admit(self, limit: int, timeout_s: float, collector: str, finished: list[Any]) -> list[Any]:
+        self.got.append([*(group.group_id for group in finished), f"+{limit}"])  # type: ignore[list-item]
+        await self.answers.wait()
+        return []
 
     async def _put(self, groups: list[Any]) -> None:
         self.got.append([group.group_id for group in groups])
@@ -181,12 +188,14 @@ def collecting(actor: CollectorActor, buffer: Slow, *, ends: bool = True) -> lis
         for ids in ([1], [2], [3, 4]):
             happened.append(f"made {ids}")
             yield [SimpleNamespace(group_id=i) for i in ids]
-            await asyncio.sleep(0)
+            for _ in range(3):
+                await asyncio.sleep(0)
         while not ends:
             await asyncio.sleep(10)
         happened.append("ended")
 
-    actor._current = cast("Any", SimpleNamespace(buffer=buffer, collector=SimpleNamespace(groups=groups)))
+    outbox = Outbox(lambda groups: buffer.put.remote(groups))
+    actor._current = cast("Any", SimpleNamespace(outbox=outbox, collector=SimpleNamespace(groups=groups)))
     return happened
 
 

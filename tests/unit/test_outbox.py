@@ -47,6 +47,39 @@ def test_what_is_added_while_a_call_is_under_way_goes_with_the_next_one_in_order
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_call_that_is_made_anyway_takes_along_what_has_just_been_added() -> None:
+    async def main() -> None:
+        sent, answered = list[list[Any]](), asyncio.Event()
+
+        async def send(groups: list[Any]) -> None:
+            sent.append(groups)
+
+        async def other() -> None:
+            with outbox.taken() as groups:
+                sent.append(["other", *groups])
+                await answered.wait()
+
+        outbox = Outbox(send)
+        running = asyncio.ensure_future(outbox.run())
+        await asyncio.sleep(0)
+        outbox.add(cast("Any", [1, 2]))
+        asked = asyncio.ensure_future(other())
+        emptied = asyncio.ensure_future(outbox.emptied())
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert sent == [["other", 1, 2]]
+        outbox.add(cast("Any", [3]))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert sent[1:] == [[3]], "what comes while that call waits does not wait for it"
+        assert not emptied.done(), "the other call is not answered"
+        answered.set()
+        await asyncio.gather(asked, emptied)
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_what_sending_raises_ends_it() -> None:
     async def main() -> None:
         async def send(groups: list[Any]) -> None:
