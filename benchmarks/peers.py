@@ -275,7 +275,8 @@ def started(run: Run) -> subprocess.Popen[bytes]:
 def took(rows: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = [s for row in rows if (s := seconds_of(row)) is not None]
     tokens = [t for row in rows if (t := row.get("tokens", row.get("train/response_tokens/total"))) is not None]
-    return {"step_s": statistics.median(seconds), "tokens": statistics.fmean(tokens), "steps": len(seconds)}
+    mean = {"mean_s": statistics.fmean(seconds), "tokens": statistics.fmean(tokens)}
+    return {"step_s": statistics.median(seconds), **mean, "steps": len(seconds)}
 
 
 def curve(run: Run, step_s: float) -> dict[str, Any]:
