@@ -43,6 +43,7 @@ def leave_out_unasked(layer: nn.Module) -> None:
     Like FSDP, this changes the layer's class, and keeps its name, by which users choose units of FSDP.
     """
     kind = type(layer)
+    assert not issubclass(kind, _LastLayer), "once"
     layer.__class__ = type(kind.__name__, (_LastLayer, kind), {"__module__": kind.__module__})
 
 

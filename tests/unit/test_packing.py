@@ -180,6 +180,90 @@ def test_responses_too_long_for_a_mask_of_their_own(load, name, monkeypatch):
     check_same(score(load(name, "auto"), batch, "shared"), expected)
 
 
+@pytest.mark.parametrize("name", slow_but_for(["mistral"], ["qwen2", "mistral", "gemma2"]))
+@pytest.mark.parametrize("begin", [[], [3] * 20])
+def test_a_prompt_and_its_short_responses_are_one_segment_in_which_nobody_sees_more(load, name, begin, monkeypatch):
+    batch = batch_of(groups(0, begin=begin))
+    [piece] = split_into_microbatches(batch, max_tokens=10_000)
+    assert piece.layout is not None
+    joined = [bucket for bucket in piece.layout.buckets if bucket.sight is not None]
+    assert 0 < sum(len(bucket.query_index) for bucket in joined) < 5, "of the groups whose responses are short, each"
+    got = score(load(name, "auto"), batch, "shared")
+    monkeypatch.setattr(layouts, "MAX_JOINED_AREA", 0)
+    [apart] = split_into_microbatches(batch, max_tokens=10_000)
+    assert apart.layout is not None
+    assert all(bucket.sight is None for bucket in apart.layout.buckets)
+    check_same(got, score(load(name, "auto"), batch, "shared"))
+
+
+def test_long_responses_stay_segments_of_their_own():
+    rng = random.Random(0)
+    prompt = [rng.randrange(VOCAB) for _ in range(10)]
+    [piece] = split_into_microbatches(batch_of([trajectory(rng, prompt, 200) for _ in range(8)]), max_tokens=10_000)
+    assert piece.layout is not None
+    assert all(bucket.sight is None for bucket in piece.layout.buckets)
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+def test_what_a_query_of_several_segments_sees_is_what_it_sees_in_its_own(window):
+    rng = random.Random(5)
+    tried = 0
+    for _ in range(100):
+        begin = rng.randint(0, 5)
+        segments = [Segment(0, begin)] if begin else []
+        families, end = [], begin
+        for _ in range(rng.randint(1, 4)):
+            families.append((len(segments), rng.randint(2, 6)))
+            context: tuple[tuple[int, int], ...] = ((0, begin),) if begin else ()
+            known = [context]  # contexts that a branch may go on from
+            for _ in range(families[-1][1]):
+                before = rng.choice(known[-2:] if len(known) > 1 else known)
+                if len(known) > 1 and len(before) > len(context) and rng.random() < 0.5:  # off within the last run
+                    start, length = before[-1]
+                    before = (*before[:-1], (start, rng.randint(1, length)))
+                segments.append(Segment(end, rng.randint(1, 6), before))
+                known.append((*before, (end, segments[-1].num_queries)))
+                if len(known) == 2:
+                    known = known[1:]  # all begin with the prompt
+                end += segments[-1].num_queries
+        layout = make_layout(segments, families)
+        seen: dict[int, set[int]] = {}
+        for bucket in layout.buckets:
+            mask = bucket.mask(window, torch.float32)
+            assert mask is None or not mask.isneginf().all(-1).any(), "a softmax over nothing is 0 / 0"
+            tried += 0 if bucket.sight is None else len(bucket.query_index)
+        # Each token of the row, by the query that its result is taken from.
+        queries = torch.cat([bucket.query_index.flatten() for bucket in layout.buckets])
+        assert queries[layout.restore].tolist() == list(range(end))
+        rows = [
+            (keys, hidden)
+            for bucket in layout.buckets
+            for keys, hidden in zip(
+                bucket.key_index.repeat_interleave(bucket.query_index.shape[1], 0),
+                hidden_of(bucket, window),
+                strict=True,
+            )
+        ]
+        for token, place in enumerate(layout.restore.tolist()):
+            keys, hidden = rows[place]
+            seen[token] = set(keys[~hidden].tolist())
+        for segment in segments:
+            before = [start + i for start, length in segment.context for i in range(length)]
+            for i in range(segment.num_queries):
+                all_before = [*before, *range(segment.start, segment.start + i + 1)]
+                assert seen[segment.start + i] == set(all_before if window is None else all_before[-window:])
+    assert tried > 50
+
+
+def hidden_of(bucket: layouts.AttentionGroup, window: int | None) -> torch.Tensor:
+    """bool [n * Q, K]"""
+    num, queries = bucket.query_index.shape
+    mask, keys = bucket.mask(window, torch.float32), bucket.key_index.shape[1]
+    if mask is None:  # plainly causal
+        return torch.ones(queries, keys, dtype=torch.bool).triu(1).repeat(num, 1)
+    return mask.isneginf().expand(num, 1, queries, keys).flatten(0, 2)
+
+
 def test_models_that_mix_tokens_otherwise_are_padded():
     def model(name: str, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | options)))
