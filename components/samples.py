@@ -132,7 +132,7 @@ def sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The sum over each run of `lengths` [C] of `values` [S]: [C], int64 or float64."""
     runs = np.repeat(np.arange(len(lengths)), lengths.numpy())
     added = np.bincount(runs, weights=values.numpy(), minlength=len(lengths))
-    return torch.from_numpy(added if values.is_floating_point() else added.astype(np.int64))
+    return torch.from_numpy(added.astype(np.float64 if values.is_floating_point() else np.int64))
 
 
 def prompt_keys(batch: Any) -> list[bytes]:

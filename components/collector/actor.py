@@ -74,7 +74,7 @@ class CollectorRun:
                 return await buffer.admit.remote(limit, timeout_s=deadline_s, collector=name, finished=finished)
 
         clock = ActivityClock()
-        self.outbox = Outbox(self._put)
+        self.outbox = Outbox(self._put)  # of one `collect`
         self.buffer = buffer
         self.transport = open_transport(transport)
         self.weight_sync = _kind_of_sync(settings, numbers)(

@@ -38,16 +38,16 @@ class Outbox:
 
     @contextmanager
     def taken(self) -> Iterator[list[Group]]:
-        """All that wait, around a call that sends them."""
+        """All that wait, around a call that sends them. One that fails leaves them undelivered: `emptied` never returns
+        then, and whoever waits for it hears of the failure from the call.
+        """
         groups, self._groups = self._groups, []
         self._some.clear()
         self._num_calls += 1
-        try:
-            yield groups
-        finally:
-            self._num_calls -= 1
-            if not self._groups and not self._num_calls:
-                self._none.set()
+        yield groups
+        self._num_calls -= 1
+        if not self._groups and not self._num_calls:
+            self._none.set()
 
     async def emptied(self) -> None:
         """Wait until all that was added is sent."""

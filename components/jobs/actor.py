@@ -76,10 +76,9 @@ class TrainLinkActor(Watched):
         self, limit: int, timeout_s: float, collector: str, finished: Sequence[Group] = ()
     ) -> list[Admission]:
         """Groups travel while others are asked for: what is put may take long, and needs no answer."""
-        calls: list[Coroutine[Any, Any, Any]] = [self._link.admit(limit, collector)]
-        if finished:
-            calls.append(self._link.put(finished))
-        return (await all_or_none(calls))[0]
+        calls: list[Coroutine[Any, Any, Any]] = [self._link.put(finished)] if finished else []
+        calls.append(self._link.admit(limit, collector))  # second: it counts on the room of what is put
+        return (await all_or_none(calls))[-1]
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
