@@ -1,15 +1,15 @@
 """How near a run comes to its speed limit, by turns: a machine whose speed wanders wanders for both alike.
 
     python benchmarks/limit.py --model FOLDER                     # the quickstart's reinforcement learning
-    python benchmarks/limit.py --model FOLDER --rounds 8 rollout.engine.name=hf
+    python benchmarks/limit.py --model FOLDER --rounds 8 staleness.max_policy_lag=2
     python benchmarks/limit.py --config smollm2_135m --model FOLDER --slices 30
 
 Two runs are started, and have the machine for some seconds each, while the processes of the other are stopped: the
-whole run (trainer, buffer, generator), and its engine alone, which is kept full of its tasks, as a run measures it at
-its start (docs/metrics.md, limit/). A line for each round: mean seconds of a step, the seconds in which the engine
+whole run (trainer, buffer, generator), and its engine alone, which answers two batches of its tasks at a time, as a run
+measures it at its start (docs/metrics.md, limit/): to the last answer, so that its last passes are not full. A line for each round: mean seconds of a step, the seconds in which the engine
 alone makes that step's tokens, and their quotient, the share of the limit; then that of all rounds. It holds where the
 generators are the slower side: `train_s` is what the trainer alone would take, as the run measured it at its start.
-One engine, on the first core; the collector has the others, as in a run.
+One engine, on the first core; the collector has the others, as in a run. One optimizer step for each batch.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ async def alone(args: argparse.Namespace) -> None:
     from leeway.collector.engine import start_engine
     from leeway.config import load_config
     from leeway.runtime.launch import engine_settings, transport_settings
-    from leeway.shared_rows import num_rows
     from leeway.tasks.taskset import build_taskset
 
     config = load_config(args.config, options_of(args))
@@ -121,8 +120,6 @@ async def alone(args: argparse.Namespace) -> None:
                 made = await run.collector.rollouts(of_tasks, temperature=config.rollout.temperature, group_size=size)
                 row: dict[str, Any] = {"step": number, "seconds": run.collector.generating_s() - begun}
                 row["tokens"] = sum(len(t.response_tokens) for t in made)
-                if config.rollout.engine_options.shares_rows:
-                    row["rows"] = num_rows([tuple(t.prompt_tokens) for t in made], [t.response_tokens for t in made])[1]
                 lines.write(json.dumps(row) + "\n")
 
 
