@@ -6,10 +6,11 @@
 
 Two runs are started, and have the machine for some seconds each, while the processes of the other are stopped: the
 whole run (trainer, buffer, generator), and its engine alone, which answers two batches of its tasks at a time, as a run
-measures it at its start (docs/metrics.md, limit/): to the last answer, so that its last passes are not full. A line for each round: mean seconds of a step, the seconds in which the engine
-alone makes that step's tokens, and their quotient, the share of the limit; then that of all rounds. It holds where the
-generators are the slower side: `train_s` is what the trainer alone would take, as the run measured it at its start.
-One engine, on the first core; the collector has the others, as in a run. One optimizer step for each batch.
+measures it at its start (docs/metrics.md, limit/): to the last answer, so that its last passes are not full. A line for
+each round: mean seconds of a step, the seconds in which the engine alone makes that step's tokens, and their quotient,
+the share of the limit; then that of all rounds. It holds where the generators are the slower side: `train_s` is what
+the trainer alone would take, as the run measured it at its start. One engine, on the first core, whose answers share no
+rows; the collector has the others, as in a run. One optimizer step for each batch.
 """
 
 from __future__ import annotations
