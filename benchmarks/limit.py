@@ -2,15 +2,14 @@
 
     python benchmarks/limit.py --model FOLDER                     # the quickstart's reinforcement learning
     python benchmarks/limit.py --model FOLDER --rounds 8 staleness.max_policy_lag=2
-    python benchmarks/limit.py --config smollm2_135m --model FOLDER --slices 30
 
 Two runs are started, and have the machine for some seconds each, while the processes of the other are stopped: the
 whole run (trainer, buffer, generator), and its engine alone, which answers two batches of its tasks at a time, as a run
 measures it at its start (docs/metrics.md, limit/): to the last answer, so that its last passes are not full. A line for
 each round: mean seconds of a step, the seconds in which the engine alone makes that step's tokens, and their quotient,
 the share of the limit; then that of all rounds. It holds where the generators are the slower side: `train_s` is what
-the trainer alone would take, as the run measured it at its start. One engine, on the first core, whose answers share no
-rows; the collector has the others, as in a run. One optimizer step for each batch.
+the trainer alone would take, as the run measured it at its start. One engine, on the first core, which computes every
+answer by itself (vLLM); the collector has the other cores, as in a run. One optimizer step for each batch.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -40,6 +40,8 @@ def main() -> int:
     if args.alone:
         asyncio.run(alone(args))
         return 0
+    check(args)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as after any error, no run is left behind
     out = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     whole, engine = Alive(run_of(args, out)), None
@@ -57,7 +59,7 @@ def main() -> int:
             print(json.dumps(row | {"share": round(limit_s / ran["mean_s"], 3)}), flush=True)
         step_s, limit_s = (statistics.fmean(each) for each in zip(*found, strict=True))
         rows = [json.loads(line) for line in whole.run.lines.read_text(encoding="utf-8").splitlines()]
-        train_s = statistics.median(row["limit/train_s"] for row in rows if "limit/train_s" in row)
+        train_s = statistics.median(row["limit/train_s"] for row in rows if "limit/train_s" in row)  # of every step
         total = {"step_s": round(step_s, 4), "limit_s": round(limit_s, 4), "share": round(limit_s / step_s, 3)}
         print(json.dumps(total | {"train_s": round(train_s, 4)}), flush=True)
     finally:
@@ -67,15 +69,29 @@ def main() -> int:
     return 0
 
 
+def check(args: argparse.Namespace) -> None:
+    """Refuse, before anything starts, settings with which the two cannot be compared."""
+    from leeway.config import load_config
+
+    config = load_config("quickstart", options_of(args))
+    for name, got, expected in (
+        ("rollout.engine.name", config.rollout.engine_name, "vllm"),
+        ("rollout.num_generators", config.rollout.num_generators, 1),
+        ("train.updates_per_batch", config.train.updates_per_batch, 1),
+    ):
+        if got != expected:
+            raise SystemExit(f"{name}: got {got}, expected {expected}, with which the engine alone can be compared")
+
+
 def options_of(args: argparse.Namespace) -> list[str]:
-    of_model = [] if args.config == "smollm2_135m" else ["model.init=null"]
-    return ["stages.sft=null", *of_model, f"model.path={args.model.absolute()}", *NOTHING_BESIDE, *args.settings]
+    of_model = ["model.init=null", f"model.path={args.model.absolute()}"]
+    return ["stages.sft=null", *of_model, *NOTHING_BESIDE, *args.settings]
 
 
 def run_of(args: argparse.Namespace, out: Path) -> Run:
     label = f"limit-run-{os.getpid()}"
     command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
-    command += ["run", "async_rl", "--config", args.config, f"output_dir={out}", "project=limit", f"name={label}"]
+    command += ["run", "async_rl", "--config", "quickstart", f"output_dir={out}", "project=limit", f"name={label}"]
     command += [*options_of(args), f"train.steps={WITHOUT_END}", "optimizer.schedule=constant", "monitor.console=off"]
     lines = out / "limit" / label / "stages/async_rl/metrics.jsonl"
     return Run({}, label, command, environment(label), lines, out / f"{label}.log", steps=30, target=0.0)
@@ -85,7 +101,7 @@ def engine_of(args: argparse.Namespace, out: Path) -> Run:
     label = f"limit-engine-{os.getpid()}"
     lines = out / f"{label}.jsonl"
     command = [sys.executable, __file__, "--alone", str(lines), "--model", str(args.model.absolute())]
-    command += ["--config", args.config, *args.settings]
+    command += args.settings
     return Run({}, label, command, environment(label), lines, out / f"{label}.log", 3, 0.0)
 
 
@@ -102,7 +118,7 @@ async def alone(args: argparse.Namespace) -> None:
     from leeway.runtime.launch import engine_settings, transport_settings
     from leeway.tasks.taskset import build_taskset
 
-    config = load_config(args.config, options_of(args))
+    config = load_config("quickstart", options_of(args))
     first, *others = sorted(os.sched_getaffinity(0))
     if others:
         os.sched_setaffinity(0, others)
@@ -127,7 +143,6 @@ async def alone(args: argparse.Namespace) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of the model that the stage starts from")
-    parser.add_argument("--config", default="quickstart")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--slices", type=float, default=12.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("out/limit"))

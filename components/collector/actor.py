@@ -67,15 +67,9 @@ class CollectorRun:
         async def pull(newer_than: int, timeout_s: float) -> Publication | None:
             return await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
 
-        async def admit(limit: int) -> list[Admission]:
-            with self.outbox.taken() as finished:  # one call for both, as each costs both processes milliseconds
-                if finished:
-                    spans.instant("put", groups=[group.group_id for group in finished])
-                return await buffer.admit.remote(limit, timeout_s=deadline_s, collector=name, finished=finished)
-
         clock = ActivityClock()
-        self.outbox = Outbox(self._put)  # of one `collect`
-        self.buffer = buffer
+        self.buffer, self._name, self._deadline_s = buffer, name, deadline_s
+        self.outbox = Outbox(self._put)
         self.transport = open_transport(transport)
         self.weight_sync = _kind_of_sync(settings, numbers)(
             engine,
@@ -99,7 +93,7 @@ class CollectorRun:
             prompter=Prompter.of(config.model, path=settings.model_path),
             weight_sync=self.weight_sync,
             clock=clock,
-            admit=admit,
+            admit=self._admit,
             retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
             give_back=lambda reason: buffer.give_back.remote(name, reason),
             fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
@@ -111,6 +105,15 @@ class CollectorRun:
             max_in_flight=numbers.groups_per_generator,
             vocab_size=of_the_text(model_config(Path(settings.model_path))).get("vocab_size"),
         )
+
+    async def _admit(self, limit: int) -> list[Admission]:
+        """Takes along what has finished: a call costs either process milliseconds."""
+        with self.outbox.taken() as finished:
+            if finished:
+                spans.instant("put", groups=[group.group_id for group in finished])
+            return await self.buffer.admit.remote(
+                limit, timeout_s=self._deadline_s, collector=self._name, finished=finished
+            )
 
     async def _put(self, finished: list[Group]) -> None:
         with spans.span("put", groups=[group.group_id for group in finished]):

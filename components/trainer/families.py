@@ -3,7 +3,8 @@
     read -> set rotary frequencies to those of the run's longest sequence
          -> measure what the model does to its head's logits
          -> score four short sequences with transformers, each alone, in evaluation mode
-         -> take the first way to compute a pass that agrees: packed, padded, padded with masks
+         -> take the first way to compute a pass that agrees: packed (its last layer for the needed tokens alone, or for
+            all), padded, padded with masks
 
 Nothing depends on a family's name. A model that no way computes exactly is refused, by name, before training starts.
 Trainer ranks do all of that with their shards: no rank ever reads or holds the whole model.
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel
 
 from .attention import NAME as PACKED
 from .attention import may_be_packed
-from .last_layer import leave_out_unasked
+from .last_layer import skip_unneeded
 from .logprobs import LogitTransform
 from .microbatch import Packing, split_into_microbatches
 from .pretrained import ModelRefusedError, read_weights, skeleton
@@ -58,13 +59,13 @@ class FoundModel:
     weights: dict[str, torch.Tensor]
     transform: LogitTransform
     masks: bool
-    skips_unasked: bool
+    skips_unneeded: bool
     head_dtype: torch.dtype | None
 
     def scoring_model(self, chunk_tokens: int | None = None) -> ScoringModel:
         """Around the skeleton. `chunk_tokens`: most tokens whose logits exist at a time; None: `MANY_LOGITS`."""
-        if self.skips_unasked:
-            leave_out_unasked(decoder_layers(self.lm)[-1])
+        if self.skips_unneeded:
+            skip_unneeded(decoder_layers(self.lm)[-1])
         return ScoringModel(
             self.lm,
             transform=self.transform,
@@ -113,9 +114,10 @@ def find_model(
     loader = _Loader(path, device, max_length, mesh, cpu_offload, head_dtype)
     probe = _Probe.of(loader)
     found: list[str] = []
+    whole: str | None = None  # why the last layer computes all tokens
     for way in _ways(attn, packing):
         if way.attn == PACKED and not probe.may_be_one_row:
-            if not way.skips_unasked:
+            if not way.skips_unneeded:
                 found.append(f"{way}: its layers are of kinds that do not take packed attention")
             continue
         try:
@@ -125,10 +127,12 @@ def find_model(
         if (wrong := loader.agreed(wrong)) is None:
             if found and packing == "auto":
                 logger.warning("%s: batches are computed as %s, because of %s", probe.name, way, found[0])
+            elif whole is not None:
+                logger.info("%s: its last layer computes all tokens, because of %s", probe.name, whole)
             lm = loader.skeleton(way.attn)
-            return FoundModel(lm, loader.weights, probe.transform, way.masks, way.skips_unasked, head_dtype)
-        if way.skips_unasked:
-            logger.info("%s: its last layer is computed for all tokens, because of %s", probe.name, wrong)
+            return FoundModel(lm, loader.weights, probe.transform, way.masks, way.skips_unneeded, head_dtype)
+        if way.skips_unneeded:
+            whole = wrong
         else:
             found.append(f"{way}: {wrong}")
     raise ModelRefusedError(
@@ -145,7 +149,7 @@ class _Way:
     attn: str
     packing: Packing
     masks: bool = False
-    skips_unasked: bool = False  # in the last layer
+    skips_unneeded: bool = False  # in the last layer
 
     def __str__(self) -> str:
         if self.attn == PACKED:
@@ -158,7 +162,7 @@ def _ways(attn: str, packing: str) -> list[_Way]:
     ways: list[_Way] = []
     if packing != "padded" and attn in ("auto", "sdpa"):
         form: Any = "shared" if packing == "auto" else packing
-        ways += [_Way(PACKED, form, skips_unasked=True), _Way(PACKED, form)]
+        ways += [_Way(PACKED, form, skips_unneeded=True), _Way(PACKED, form)]
     if packing in ("auto", "padded"):
         ways += [
             _Way(name, "padded", masks)
@@ -208,7 +212,7 @@ class _Loader:
     def scoring(self, way: _Way, transform: LogitTransform | None = None) -> ScoringModel:
         """One that can compute, in float32, and needs no gradients of weights."""
         lm, transform = self.skeleton(way.attn), transform or LogitTransform()
-        model = FoundModel(lm, {}, transform, way.masks, way.skips_unasked, self.head_dtype).scoring_model()
+        model = FoundModel(lm, {}, transform, way.masks, way.skips_unneeded, self.head_dtype).scoring_model()
         model.requires_grad_(False)
         self._model = model
         if self.mesh is None:
@@ -433,7 +437,8 @@ class _Probe:
     def _score(self, model: ScoringModel, packing: Packing, *, learns: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs [S] from passes like those of training, and which of them [S] to compare.
 
-        `learns`: a backward pass must work too, which some models support only in training mode.
+        `learns`: a backward pass must work too, which some models support only in training mode. Raises ValueError for
+        a gradient that is not finite: what a forward pass leaves out shows there.
         """
         [pass_] = split_into_microbatches(self._batch(), max_tokens=1000, packing=packing)
         compared = torch.ones(len(self.expected), dtype=torch.bool)
@@ -462,7 +467,9 @@ class _Probe:
         finally:
             hook.remove()
         if learns:
-            torch.autograd.grad(scored.sum(), embedded[0], allow_unused=True)
+            [gradient] = torch.autograd.grad(scored.sum(), embedded[0], allow_unused=True)
+            if gradient is not None and not gradient.isfinite().all():
+                raise ValueError("the gradient of its embeddings is not finite")
         scored = scored.detach()
         return torch.zeros(len(compared)).scatter(0, pass_.batch_positions.cpu(), scored.float().cpu()), compared
 

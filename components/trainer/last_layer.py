@@ -1,13 +1,14 @@
 """The last decoder layer, for the tokens alone that something is predicted from.
 
-Of all other tokens nothing is read behind it, so it needs their keys and values only: neither their queries, nor what
-they attend to, nor its feed-forward part. A model of two layers whose answers are short does a quarter less work.
+The head reads no other tokens, so of these the last layer needs keys and values only: no queries, no attention output,
+no feed-forward part. That saves a tenth of a step of the quickstart's model, which has two layers, and less in deeper
+ones.
 
     every token --> norm --> keys, values -------------------> attention --\
-    asked tokens ---------> queries (others: 0) ------------->             --> output --> feed-forward --> head
+    needed tokens --------> queries (others: 0) ------------->             --> output --> feed-forward --> head
 
-What is not asked for comes out wrong, and gets no gradient. `families.find_model` tries whether a model's last layer is
-one of that kind: whether what is asked for stays the same.
+The other tokens come out wrong, and get no gradient. `families.find_model` tries whether a model's last layer allows
+that: whether the needed tokens stay the same.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from torch import nn
 from .layout import Layout
 
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
-"""What takes each token by itself, by the names that most families give it; what has another name takes all tokens."""
+"""Modules that take each token by itself, by the names that most families give them. Under another name (a fused
+`qkv_proj`, say) they compute all tokens."""
 
 
 class _LastLayer:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layout = kwargs.get("layout")
-        asked = layout.asked if isinstance(layout, Layout) else None
-        if asked is None or torch.compiler.is_compiling():  # programs are for whole rows
+        needed = layout.needed if isinstance(layout, Layout) else None
+        if needed is None or torch.compiler.is_compiling():  # programs are for whole rows
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # the layer's own
         with ExitStack() as active:
             for part in _parts(self):
-                active.enter_context(_for_rows(part, asked))
+                active.enter_context(_for_rows(part, needed))
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def leave_out_unasked(layer: nn.Module) -> None:
-    """Have a model's last decoder layer compute what `Layout.asked` names.
+def skip_unneeded(layer: nn.Module) -> None:
+    """Have a model's last decoder layer compute what `Layout.needed` names.
 
     Like FSDP, this changes the layer's class, and keeps its name, by which users choose units of FSDP.
     """
@@ -64,7 +66,7 @@ def _for_rows(part: nn.Module, rows: torch.Tensor) -> Iterator[None]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = type(part).forward(part, x.flatten(0, -2).index_select(0, rows)[None])
         if not isinstance(out, torch.Tensor):
-            raise TypeError(f"{type(part).__name__} gives more than a row for each token")
+            raise TypeError(f"{type(part).__name__} returns more than one row for each token")
         every = out.new_zeros(x.shape[:-1].numel(), out.shape[-1])
         return every.index_copy(0, rows, out[0]).view(*x.shape[:-1], -1)
 

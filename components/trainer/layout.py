@@ -8,7 +8,7 @@ Sequences lie back to back in one row. Those with the same prompt share it, and 
 
 A `Segment` is a run of queries and the keys they see: its own tokens, after those of its context. Linear layers see
 every token once; only attention reads a shared prompt as often as there are responses. Where these are short, a prompt
-and its responses are one segment, whose mask says who sees whom: kernels take their time for each segment.
+and its responses are one segment with a tree mask, because kernels have an overhead for each segment.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PADDING_FRAC = 0.25
 SMALL_AREA = 1 << 13
 # Queries x keys of a bucket with a mask of its own: 16 MB in float32, and of a pass over all of them at most that.
 MAX_MASKED_AREA = 1 << 22
-# Queries x keys of a segment that take a CPU's kernel as long as to begin with it, forward and backward; and of the
-# largest one that is put together of several.
-BEGINNING_AREA = 128
-MAX_JOINED_AREA = 1 << 16
+# A CPU kernel's overhead for each segment, forward and backward, as queries x keys that take as long.
+SEGMENT_AREA = 128
+# Queries x keys of the largest segment that is merged from several.
+MAX_TREE_AREA = 1 << 16
 
 
 @dataclass(frozen=True)
 class Segment:
     """`num_queries` tokens of the row from `start`. `context`: runs (start, length) of what their sequence has before
-    them, in its order. `inner`: what it is made of, and each query sees no more than it does there.
+    them, in its order. `inner`: the segments that it was merged from, in which its queries still see the same keys.
     """
 
     start: int
@@ -59,18 +59,18 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Which keys each query of n segments sees, where that is not simply all before it.
+class TreeMask:
+    """Which keys each query of n merged segments sees: its own sequence up to itself, but no sibling's tokens.
 
-    `seen` bool [n, Q, K]; `queries` int64 [n, Q] and `keys` [n, K]: their positions in their sequences.
+    `visible` bool [n, Q, K]; `queries` int64 [n, Q] and `keys` [n, K]: positions in their sequences, for windows.
     """
 
-    seen: torch.Tensor
+    visible: torch.Tensor
     queries: torch.Tensor
     keys: torch.Tensor
 
-    def to(self, device: torch.device) -> Sight:
-        return Sight(self.seen.to(device), self.queries.to(device), self.keys.to(device))
+    def to(self, device: torch.device) -> TreeMask:
+        return TreeMask(self.visible.to(device), self.queries.to(device), self.keys.to(device))
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class AttentionGroup:
 
     Padded entries point at token 0: as keys they lie after every query, and as queries they are never read. `offsets`
     [n]: position of each first query among its keys; None: the keys are the queries, and attention is plainly causal.
-    `sight`: of segments that are made of several (None: a query sees all before it).
+    `tree`: of merged segments (None: a query sees everything before it).
     """
 
     query_index: torch.Tensor  # int64 [n, Q]
     key_index: torch.Tensor  # int64 [n, K]
     offsets: torch.Tensor | None
-    sight: Sight | None = None
+    tree: TreeMask | None = None
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -96,13 +96,13 @@ class AttentionGroup:
         num_queries, num_keys = self.query_index.shape[1], self.key_index.shape[1]
         if window is not None and window >= num_keys:
             window = None
-        if self.offsets is None and self.sight is None and window is None:
+        if self.offsets is None and self.tree is None and window is None:
             return None
         if (window, dtype) not in self._masks:
             device = self.query_index.device
-            if self.sight is not None:
-                hidden = ~self.sight.seen
-                distance = self.sight.queries[:, :, None] - self.sight.keys[:, None] if window is not None else None
+            if self.tree is not None:
+                distance = self.tree.queries[:, :, None] - self.tree.keys[:, None]
+                hidden = ~self.tree.visible
             else:
                 offsets = torch.zeros(1, dtype=torch.int64, device=device) if self.offsets is None else self.offsets
                 # Padded queries may lie beyond all keys; they must see something too, or their softmax is 0 / 0.
@@ -110,7 +110,6 @@ class AttentionGroup:
                 distance = queries[:, :, None] - torch.arange(num_keys, device=device)
                 hidden = distance < 0
             if window is not None:
-                assert distance is not None, "as there is a window"
                 hidden = hidden | (distance >= window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
             self._masks[window, dtype] = mask[:, None]
@@ -132,8 +131,8 @@ class AttentionGroup:
 
     def to(self, device: torch.device) -> AttentionGroup:
         offsets = None if self.offsets is None else self.offsets.to(device)
-        sight = None if self.sight is None else self.sight.to(device)
-        return AttentionGroup(self.query_index.to(device), self.key_index.to(device), offsets, sight)
+        tree = None if self.tree is None else self.tree.to(device)
+        return AttentionGroup(self.query_index.to(device), self.key_index.to(device), offsets, tree)
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,7 @@ class Layout:
     length: the segments' queries in the row's order, cut at `query_starts` [n + 1], and their keys `key_index` cut at
     `key_starts` [n + 1], causal from the lower right.
 
-    `asked`: the tokens, in order, whose hidden states are read behind the last layer, and perhaps some others; None:
-    any may be.
+    `needed`: in order, the tokens whose hidden states the head reads, and perhaps some others; None: it may read any.
     """
 
     buckets: list[AttentionGroup]
@@ -155,7 +153,7 @@ class Layout:
     key_index: torch.Tensor | None  # int64 [sum of keys]; None: the row itself
     max_queries: int
     max_keys: int
-    asked: torch.Tensor | None = None  # int64 [U]
+    needed: torch.Tensor | None = None  # int64 [U]
 
     def in_row(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """[n, H, Q, D] of each bucket -> [T, H, D]"""
@@ -173,7 +171,7 @@ class Layout:
             None if self.key_index is None else self.key_index.to(device),
             self.max_queries,
             self.max_keys,
-            None if self.asked is None else self.asked.to(device),
+            None if self.needed is None else self.needed.to(device),
         )
 
 
@@ -185,19 +183,19 @@ def padded_layout(num_rows: int, width: int, device: torch.device) -> Layout:
     return Layout([AttentionGroup(rows, rows, None)], index, starts, starts, None, width, width)
 
 
-def make_layout(segments: Sequence[Segment], families: Sequence[tuple[int, int]] = ()) -> Layout:
+def make_layout(segments: Sequence[Segment], clusters: Sequence[tuple[int, int]] = ()) -> Layout:
     """The layout of a row that `segments` cover from end to end, in order.
 
-    `families`: runs (first, number) of segments whose first one all others of them have in their context, after its
-    own.
+    `clusters`: runs (first, number) of neighbouring segments, a prompt and what follows it: the others have the first
+    one in their context, after what it has in its own.
     """
     assert all(a.start + a.num_queries == b.start for a, b in itertools.pairwise(segments))
     num_tokens = segments[-1].start + segments[-1].num_queries
     queries = torch.tensor([s.num_queries for s in segments])
     keys = torch.tensor([s.num_keys for s in segments])
-    positions = ranges((keys - queries).tolist(), queries.tolist()) if families else None
+    positions = ranges((keys - queries).tolist(), queries.tolist()) if clusters else None
     buckets, restore, done = [], torch.empty(num_tokens, dtype=torch.int64), 0
-    for chosen in _bucket(_joined(segments, families)):
+    for chosen in _bucket(_merged(segments, clusters)):
         bucket, places = _pad(chosen, positions)
         restore[bucket.query_index.flatten()[places]] = places + done
         done += bucket.query_index.numel()
@@ -213,23 +211,23 @@ def make_layout(segments: Sequence[Segment], families: Sequence[tuple[int, int]]
     )
 
 
-def _joined(segments: Sequence[Segment], families: Sequence[tuple[int, int]]) -> list[Segment]:
-    """The same, with each family as one segment where that is less work."""
-    joined, done = [], 0
-    for first, number in families:
+def _merged(segments: Sequence[Segment], clusters: Sequence[tuple[int, int]]) -> list[Segment]:
+    """The same, with each cluster merged into one segment where that is less work."""
+    merged, done = [], 0
+    for first, number in clusters:
         own = segments[first : first + number]
         whole = Segment(own[0].start, sum(s.num_queries for s in own), own[0].context, tuple(own))
-        apart = sum(s.area + BEGINNING_AREA for s in own)
-        if number > 1 and whole.area <= MAX_JOINED_AREA and whole.area + BEGINNING_AREA < apart:
-            joined += [*segments[done:first], whole]
+        apart = sum(s.area + SEGMENT_AREA for s in own)
+        if number > 1 and whole.area <= MAX_TREE_AREA and whole.area + SEGMENT_AREA < apart:
+            merged += [*segments[done:first], whole]
             done = first + number
-    return [*joined, *segments[done:]]
+    return [*merged, *segments[done:]]
 
 
 def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments of similar shape and one kind together, largest first."""
     buckets: list[list[Segment]] = []
-    # Kinds: made of several, with a context, neither.
+    # Kinds: 2 merged, 1 with a context, 0 neither.
     shapes = [(2 if s.inner else int(bool(s.context)), s.num_keys, s.num_queries) for s in segments]
     queries = keys = work = 0  # the widest of the last bucket, and its area without padding
     last_kind = None
@@ -251,7 +249,7 @@ def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 def _pad(segments: Sequence[Segment], positions: torch.Tensor | None) -> tuple[AttentionGroup, torch.Tensor]:
     """The bucket of these segments, and where in its flattened queries the row's own tokens are. `positions` int64 [T]
-    of the row's tokens (None: no segment is made of several).
+    of the row's tokens (None: no segment is merged).
     """
     own = torch.tensor([s.num_queries for s in segments])[:, None]
     before = torch.tensor([s.num_before for s in segments])[:, None]
@@ -259,8 +257,8 @@ def _pad(segments: Sequence[Segment], positions: torch.Tensor | None) -> tuple[A
     key_index = torch.zeros(len(segments), len(keys), dtype=torch.int64)
     key_index[keys < before + own] = _keys(segments)
     width = int(own.max())
-    are_joined = bool(segments[0].inner)
-    if not are_joined and (not int(before.max()) or width * len(keys) > MAX_MASKED_AREA):
+    are_merged = bool(segments[0].inner)
+    if not are_merged and (not int(before.max()) or width * len(keys) > MAX_MASKED_AREA):
         # A mask for such a long response costs more than computing the prompt's queries again and dropping them.
         real = (keys >= before) & (keys < before + own)
         return AttentionGroup(key_index, key_index, None), real.flatten().nonzero()[:, 0]
@@ -268,17 +266,17 @@ def _pad(segments: Sequence[Segment], positions: torch.Tensor | None) -> tuple[A
     starts = torch.tensor([s.start for s in segments])[:, None]
     query_index = torch.where(queries < own, starts + queries, 0)
     places = (queries < own).flatten().nonzero()[:, 0]
-    if not are_joined:
+    if not are_merged:
         return AttentionGroup(query_index, key_index, before[:, 0]), places
-    assert positions is not None, "there are families"
-    sight = Sight(_seen(segments, width, len(keys)), positions[query_index], positions[key_index])
-    return AttentionGroup(query_index, key_index, None, sight), places
+    assert positions is not None, "there are clusters"
+    tree = TreeMask(_visible(segments, width, len(keys)), positions[query_index], positions[key_index])
+    return AttentionGroup(query_index, key_index, None, tree), places
 
 
-def _seen(segments: Sequence[Segment], num_queries: int, num_keys: int) -> torch.Tensor:
-    """`Sight.seen` of segments that are made of several."""
-    # Rectangles of queries that see a run of keys: what stands at their corners adds up to 1 in them. They do not
-    # overlap, and what they have too much of their own tokens lies after the query.
+def _visible(segments: Sequence[Segment], num_queries: int, num_keys: int) -> torch.Tensor:
+    """`TreeMask.visible` of merged segments."""
+    # Each inner segment sees each of its runs of keys: a rectangle of queries x keys, in which the numbers at its
+    # corners add up to 1. Rectangles do not overlap; the keys after a query, in its own segment, are cut off below.
     corners: list[tuple[int, int, int, int, int]] = []
     for n, segment in enumerate(segments):
         own = segment.num_before - segment.start  # from places in the row to keys
@@ -291,11 +289,11 @@ def _seen(segments: Sequence[Segment], num_queries: int, num_keys: int) -> torch
     added = np.zeros((len(segments), num_queries + 1, num_keys + 1), dtype=np.int8)
     for queries, keys, sign in ((first, begin, 1), (last, begin, -1), (first, end, -1), (last, end, 1)):
         np.add.at(added, (n, queries, keys), sign)
-    seen = added.cumsum(1, dtype=np.int8).cumsum(2, dtype=np.int8)[:, :-1, :-1] > 0
+    visible = added.cumsum(1, dtype=np.int8).cumsum(2, dtype=np.int8)[:, :-1, :-1] > 0
     before = np.array([s.num_before for s in segments])
-    seen &= np.arange(num_keys) <= before[:, None, None] + np.arange(num_queries)[:, None]
-    seen[:, :, 0] = True  # of all sequences; queries that are padding must see something too
-    return torch.from_numpy(seen)
+    visible &= np.arange(num_keys) <= before[:, None, None] + np.arange(num_queries)[:, None]
+    visible[:, :, 0] = True  # every sequence begins there; padded queries must see something too
+    return torch.from_numpy(visible)
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:

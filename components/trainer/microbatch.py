@@ -26,8 +26,8 @@ or each in a padded row.
 LEAST_SHARED = 32
 """Tokens that a common beginning must save: below that, one more call of attention costs as much."""
 
-MOST_ASKED = 0.9
-"""Of a row's tokens: where more of them are asked for, to leave out the others gains nothing."""
+MOST_NEEDED = 0.9
+"""Of a row's tokens: where more of them are needed, leaving out the others gains nothing."""
 
 LONGEST_FILLER = 32
 """Tokens that fill up a row attend to so many of each other."""
@@ -311,7 +311,7 @@ def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool, fill_
     sources, positions, lengths = [], [], []  # of the runs of tokens that make up the row
     rows: list[tuple[int, int]] = []  # runs (start, length) of the row that response tokens are predicted from
     segments: list[Segment] = []
-    families: list[tuple[int, int]] = []  # runs of segments, of a prompt and what follows it
+    runs_of_clusters: list[tuple[int, int]] = []  # runs of segments, of a prompt and what follows it
     end = 0
 
     def add(source: int, position: int, length: int) -> None:
@@ -332,7 +332,7 @@ def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool, fill_
         prompt = (rest, prompt_length - begin)
         branches = cluster.tree.branches
         if len(branches) != 1:
-            families.append((len(segments), 1 + len(branches)))
+            runs_of_clusters.append((len(segments), 1 + len(branches)))
             segments.append(Segment(*prompt, context))
         starts_of = []
         for branch in branches:
@@ -356,11 +356,11 @@ def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool, fill_
     logit_positions = ranges(*map(list, zip(*rows, strict=True))) if rows else torch.zeros(0, dtype=torch.int64)
     fields = sequences.fields(members)
     distinct, copies = _distinct(logit_positions, fields) if share else (None, None)
-    asked = _asked(logit_positions, segments[-1].start + segments[-1].num_queries, few=bool(fill_to))
+    needed = _needed(logit_positions, segments[-1].start + segments[-1].num_queries, few=bool(fill_to))
     return Microbatch(
         input_ids=sequences.tokens[ranges(sources, lengths)][None],
         position_ids=ranges(positions, lengths)[None],
-        layout=replace(make_layout(segments, families), asked=asked),
+        layout=replace(make_layout(segments, runs_of_clusters), needed=needed),
         attention_mask=None,
         logit_positions=logit_positions,
         **fields,
@@ -370,16 +370,16 @@ def _pack(sequences: _Sequences, clusters: list[_Cluster], *, share: bool, fill_
     )
 
 
-def _asked(logit_positions: torch.Tensor, num_tokens: int, *, few: bool) -> torch.Tensor | None:
-    """`Layout.asked` of a row; `few`: as many as `num_rows` knows. None where most are."""
-    is_asked = np.zeros(num_tokens, dtype=bool)
-    is_asked[logit_positions.numpy()] = True
-    least = max(2, int(is_asked.sum()))  # a single row may be rounded otherwise, see `linear`
-    if least > MOST_ASKED * num_tokens:
+def _needed(logit_positions: torch.Tensor, num_tokens: int, *, few: bool) -> torch.Tensor | None:
+    """`Layout.needed` of a row; `few`: as many as `num_rows` knows. None where most are."""
+    is_needed = np.zeros(num_tokens, dtype=bool)
+    is_needed[logit_positions.numpy()] = True
+    least = max(2, int(is_needed.sum()))  # a single row may be rounded otherwise, see `linear`
+    if least > MOST_NEEDED * num_tokens:
         return None
-    others = np.flatnonzero(~is_asked)[: (num_rows(least) if few else least) - int(is_asked.sum())]
-    is_asked[others] = True
-    return torch.from_numpy(np.flatnonzero(is_asked))
+    others = np.flatnonzero(~is_needed)[: (num_rows(least) if few else least) - int(is_needed.sum())]
+    is_needed[others] = True
+    return torch.from_numpy(np.flatnonzero(is_needed))
 
 
 def _distinct(

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from leeway.collector import actor as actor_module
-from leeway.collector.actor import CollectorActor
+from leeway.collector.actor import CollectorActor, CollectorRun
 from leeway.collector.engine import SampledTokens
 from leeway.collector.outbox import Outbox
 from leeway.config import load_config
@@ -165,13 +165,13 @@ class Slow:
     """A replay buffer that answers a `put`, and who asks for more, when `answers` is set."""
 
     def __init__(self) -> None:
-        self.got: list[list[int]] = []
+        self.got: list[list[int | str]] = []
         self.answers = asyncio.Event()
         self.put = SimpleNamespace(remote=self._put)
         self.admit = SimpleNamespace(remote=self._admit)
 
     async def _admit(self, limit: int, timeout_s: float, collector: str, finished: list[Any]) -> list[Any]:
-        self.got.append([*(group.group_id for group in finished), f"+{limit}"])  # type: ignore[list-item]
+        self.got.append([*(group.group_id for group in finished), f"+{limit}"])
         await self.answers.wait()
         return []
 
@@ -194,9 +194,40 @@ def collecting(actor: CollectorActor, buffer: Slow, *, ends: bool = True) -> lis
             await asyncio.sleep(10)
         happened.append("ended")
 
-    outbox = Outbox(lambda groups: buffer.put.remote(groups))
-    actor._current = cast("Any", SimpleNamespace(outbox=outbox, collector=SimpleNamespace(groups=groups)))
+    actor._current = run_with(buffer)
+    actor._current.collector = cast("Any", SimpleNamespace(groups=groups))
     return happened
+
+
+def run_with(buffer: Slow) -> CollectorRun:
+    """Of a run, its buffer and what is on the way there."""
+    run = object.__new__(CollectorRun)
+    run.buffer, run._name, run._deadline_s = buffer, "generator-0", 60.0
+    run.outbox = Outbox(run._put)
+    return run
+
+
+def test_who_asks_for_more_groups_takes_along_those_that_have_finished() -> None:
+    async def asks() -> None:
+        buffer = Slow()
+        run = run_with(buffer)
+        putting = asyncio.ensure_future(run.outbox.run())
+        await asyncio.sleep(0)
+        run.outbox.add([cast("Any", SimpleNamespace(group_id=i)) for i in (1, 2)])
+        asked = asyncio.ensure_future(run._admit(5))
+        emptied = asyncio.ensure_future(run.outbox.emptied())
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert buffer.got == [[1, 2, "+5"]], "one call"
+        assert not emptied.done()
+        buffer.answers.set()
+        assert await asked == []
+        await emptied
+        assert await run._admit(3) == []
+        assert buffer.got[1:] == [["+3"]]
+        putting.cancel()
+
+    asyncio.run(asyncio.wait_for(asks(), 60))
 
 
 def test_groups_are_made_while_others_are_put(actor: CollectorActor) -> None:

@@ -9,10 +9,10 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +23,7 @@ from leeway.config.stages import plan_run
 from leeway.failures import PartFailed, Refused
 from leeway.group import Group
 from leeway.jobs import calls, folder, host, link
+from leeway.jobs.actor import TrainLinkActor
 from leeway.jobs.calls import Call, Caller, Calls
 from leeway.jobs.evaluations import Evaluations
 from leeway.jobs.fit import check_fit, must_be_equal
@@ -1325,3 +1326,29 @@ def test_what_two_jobs_cannot_do_is_refused(recipe: str, setting: str, said: str
 
 def test_calls_says_how_often_it_looks() -> None:
     assert calls.SOON_S < calls.LATER_S <= 0.1, "a call and its answer take less than a fifth of a second"
+
+
+def test_an_explorers_finished_groups_are_put_before_more_are_asked_for_and_keep_nobody_waiting():
+    class Link:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+            self.arrived = asyncio.Event()
+
+        async def put(self, groups: Sequence[Any]) -> None:
+            self.calls.append(("put", list(groups)))
+            await self.arrived.wait()
+
+        async def admit(self, limit: int, collector: str) -> list[int]:
+            self.calls.append(("admit", limit))
+            self.arrived.set()  # the answer does not wait for the groups
+            return [7]
+
+    async def scenario() -> None:
+        actor = object.__new__(TrainLinkActor)
+        actor.role, actor._link = "link", cast("Any", link := Link())
+        assert await actor.admit(3, 60.0, "generator-0", cast("Any", ["group"])) == [7]
+        assert link.calls == [("put", ["group"]), ("admit", 3)]
+        assert await actor.admit(2, 60.0, "generator-0") == [7]
+        assert link.calls[2:] == [("admit", 2)]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

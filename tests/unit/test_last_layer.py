@@ -63,7 +63,7 @@ def microbatch(*, number: int = 3, few_lengths: bool = False) -> Microbatch:
 
 @contextmanager
 def rows_of_parts(lm: PreTrainedModel) -> Iterator[dict[str, list[int]]]:
-    """How many rows each part of each layer is asked for."""
+    """How many rows each part of each layer computes."""
     seen: dict[str, list[int]] = {name: [] for name in PARTS}
     originals = []
     for layer in decoder_layers(lm):
@@ -93,7 +93,7 @@ def scored(model: ScoringModel, piece: Microbatch) -> tuple[torch.Tensor, dict[s
 
 def whole(piece: Microbatch) -> Microbatch:
     assert piece.layout is not None
-    return replace(piece, layout=replace(piece.layout, asked=None))
+    return replace(piece, layout=replace(piece.layout, needed=None))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -102,14 +102,14 @@ def test_the_last_layer_alone_leaves_out_what_nothing_is_predicted_from(save, ch
     for layer in decoder_layers(model.lm) if checkpointed else ():
         checkpoint_activations(layer)
     assert piece.layout is not None
-    assert piece.layout.asked is not None
+    assert piece.layout.needed is not None
     # Of each prompt the last token, and all of an answer but its last one.
-    assert piece.layout.asked.tolist() == sorted(set(piece.logit_positions.tolist()))
-    assert len(piece.layout.asked) == 3 * (1 + 2 + 1)
+    assert piece.layout.needed.tolist() == sorted(set(piece.logit_positions.tolist()))
+    assert len(piece.layout.needed) == 3 * (1 + 2 + 1)
     with rows_of_parts(model.lm) as seen:
         logprobs, gradients = scored(model, piece)
-    length, asked = piece.input_ids.numel(), len(piece.layout.asked)
-    forward = [length, length, asked]
+    length, needed = piece.input_ids.numel(), len(piece.layout.needed)
+    forward = [length, length, needed]
     for name, rows in seen.items():  # what is computed again begins at the last layer
         assert rows == (forward + forward[::-1] if checkpointed else forward), name
     expected, its = scored(model, whole(piece))
@@ -122,23 +122,23 @@ def test_the_last_layer_alone_leaves_out_what_nothing_is_predicted_from(save, ch
 def test_a_microbatch_of_few_lengths_asks_for_a_number_of_rows_that_has_its_kernel() -> None:
     piece = microbatch(number=65, few_lengths=True)
     assert piece.layout is not None
-    assert piece.layout.asked is not None
-    asked = piece.layout.asked.tolist()
-    assert len(asked) == num_rows(260) > 260, "filled up with others"
-    assert asked == sorted(set(asked))
-    assert set(piece.logit_positions.tolist()) < set(asked)
+    assert piece.layout.needed is not None
+    needed = piece.layout.needed.tolist()
+    assert len(needed) == num_rows(260) > 260, "filled up with others"
+    assert needed == sorted(set(needed))
+    assert set(piece.logit_positions.tolist()) < set(needed)
 
 
-def test_where_most_is_asked_for_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbatches, "MOST_ASKED", 0.05)
+def test_where_most_is_needed_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatches, "MOST_NEEDED", 0.05)
     piece = microbatch()
     assert piece.layout is not None
-    assert piece.layout.asked is None
+    assert piece.layout.needed is None
 
 
 def test_a_single_row_is_never_multiplied_alone() -> None:
     piece = microbatch(number=1)
-    one = microbatches._asked(piece.logit_positions[:1], 20, few=False)
+    one = microbatches._needed(piece.logit_positions[:1], 20, few=False)
     assert one is not None
     assert len(one) == 2
     assert int(piece.logit_positions[0]) in one.tolist()
@@ -153,11 +153,11 @@ def test_a_layer_whose_parts_mix_tokens_is_computed_whole(save, monkeypatch: pyt
         return own(self, x) * (1 + torch.arange(x.shape[-2])[:, None] % 2)
 
     path = save()
-    assert find_model(path, device=torch.device("cpu")).skips_unasked
+    assert find_model(path, device=torch.device("cpu")).skips_unneeded
     monkeypatch.setattr(Qwen2MLP, "forward", depends_on_its_place)
     # Alone, and packed behind others, it is at other places: no way is exact but padded rows.
     found = find_model(path, device=torch.device("cpu"))
-    assert not found.skips_unasked
+    assert not found.skips_unneeded
 
 
 def test_a_part_that_gives_more_than_rows_leaves_the_layer_whole_and_packed(
@@ -174,8 +174,26 @@ def test_a_part_that_gives_more_than_rows_leaves_the_layer_whole_and_packed(
     monkeypatch.setattr(Qwen2MLP, "forward", lambda self, x: Both((own(self, x), "its router's choice")))
     path = save()
     found = find_model(path, device=torch.device("cpu"))
-    assert not found.skips_unasked
+    assert not found.skips_unneeded
     assert found.lm.config._attn_implementation == "leeway_packed", "rows are packed all the same"
+
+
+def test_a_layer_whose_gradient_tokens_that_are_left_out_would_spoil_is_computed_whole(
+    save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    own = Qwen3RMSNorm.forward
+
+    def without_epsilon(self: Any, x: torch.Tensor) -> torch.Tensor:  # of queries and keys: 0 / 0 for zeros
+        return self.weight * x / x.square().mean(-1, keepdim=True).sqrt() if x.dim() == 4 else own(self, x)
+
+    path = save("qwen3", head_dim=8, pad_token_id=None)
+    assert find_model(path, device=torch.device("cpu")).skips_unneeded
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", without_epsilon)
+    found = find_model(path, device=torch.device("cpu"))
+    assert not found.skips_unneeded
+    assert found.lm.config._attn_implementation == "leeway_packed"
 
 
 def test_a_compiled_layer_is_computed_whole(save, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,13 +186,13 @@ def test_a_prompt_and_its_short_responses_are_one_segment_in_which_nobody_sees_m
     batch = batch_of(groups(0, begin=begin))
     [piece] = split_into_microbatches(batch, max_tokens=10_000)
     assert piece.layout is not None
-    joined = [bucket for bucket in piece.layout.buckets if bucket.sight is not None]
+    joined = [bucket for bucket in piece.layout.buckets if bucket.tree is not None]
     assert 0 < sum(len(bucket.query_index) for bucket in joined) < 5, "of the groups whose responses are short, each"
     got = score(load(name, "auto"), batch, "shared")
-    monkeypatch.setattr(layouts, "MAX_JOINED_AREA", 0)
+    monkeypatch.setattr(layouts, "MAX_TREE_AREA", 0)
     [apart] = split_into_microbatches(batch, max_tokens=10_000)
     assert apart.layout is not None
-    assert all(bucket.sight is None for bucket in apart.layout.buckets)
+    assert all(bucket.tree is None for bucket in apart.layout.buckets)
     check_same(got, score(load(name, "auto"), batch, "shared"))
 
 
@@ -201,7 +201,7 @@ def test_long_responses_stay_segments_of_their_own():
     prompt = [rng.randrange(VOCAB) for _ in range(10)]
     [piece] = split_into_microbatches(batch_of([trajectory(rng, prompt, 200) for _ in range(8)]), max_tokens=10_000)
     assert piece.layout is not None
-    assert all(bucket.sight is None for bucket in piece.layout.buckets)
+    assert all(bucket.tree is None for bucket in piece.layout.buckets)
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])
@@ -231,7 +231,7 @@ def test_what_a_query_of_several_segments_sees_is_what_it_sees_in_its_own(window
         for bucket in layout.buckets:
             mask = bucket.mask(window, torch.float32)
             assert mask is None or not mask.isneginf().all(-1).any(), "a softmax over nothing is 0 / 0"
-            tried += 0 if bucket.sight is None else len(bucket.query_index)
+            tried += 0 if bucket.tree is None else len(bucket.query_index)
         # Each token of the row, by the query that its result is taken from.
         queries = torch.cat([bucket.query_index.flatten() for bucket in layout.buckets])
         assert queries[layout.restore].tolist() == list(range(end))

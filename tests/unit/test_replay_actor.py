@@ -14,6 +14,7 @@ import pytest
 
 from leeway.config import ConfigError, load_config
 from leeway.driver.dry_run import check_plugins
+from leeway.failures import PartFailed
 from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.assemble import Assembler
@@ -39,6 +40,19 @@ def actor(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return ReplayBufferActor(config, role="replay", log_file=tmp_path / "log")
 
     return build
+
+
+def test_finished_groups_come_with_the_wish_for_more_and_are_there_whatever_becomes_of_that(actor) -> None:
+    async def scenario() -> None:
+        buffer = actor("staleness.max_policy_lag=0")
+        await buffer.published(0)
+        held = await buffer.admit(2, SOON_S, "generator-0")
+        with pytest.raises(PartFailed, match="TimeoutError"):  # no more until the first batch is trained
+            await buffer.admit(2, 0.01, "generator-0", [group(a.group_id) for a in held])
+        batch = await buffer.take_batch(SOON_S)
+        assert sorted(batch.group_ids) == sorted(a.group_id for a in held)
+
+    asyncio.run(asyncio.wait_for(scenario(), SOON_S))
 
 
 def test_while_a_batch_is_assembled_the_buffer_answers(actor, monkeypatch: pytest.MonkeyPatch) -> None:
