@@ -122,6 +122,8 @@ class Group:
 
     def sampled_counts(self) -> list[int]:
         """Tokens of each trajectory's main conversation that the policy sampled [G]."""
+        if self.samples["loss_mask"].numpy().all():
+            return self.lengths
         return self._of_mains("loss_mask")
 
     def logprob_sums(self) -> list[float]:

@@ -53,12 +53,14 @@ class Admission:
     """The right to start one group, and the oldest policy version that may generate it (`min_policy_version`).
 
     `attempt` counts how often the group was issued before: above 0 after a collector that held it was lost.
+    `prompt_tokens`: the task's prompt as the policy's tokenizer encodes it; None where whoever admits has not done so.
     """
 
     group_id: int
     task: Task
     min_policy_version: int
     attempt: int = 0
+    prompt_tokens: list[int] | None = None
 
 
 def clients_of(explorer: str) -> str:
@@ -143,11 +145,15 @@ class Trajectory:
     token_tensors: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lengths = {
-            name: len(getattr(self, name))
-            for name in ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions")
-        } | {f"token_tensors[{name!r}]": len(tensor) for name, tensor in self.token_tensors.items()}
-        if len(set(lengths.values())) != 1:
+        length = len(self.response_tokens)
+        if not (
+            length == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.policy_versions)
+            and all(length == len(tensor) for tensor in self.token_tensors.values())
+        ):
+            lengths = {
+                name: len(getattr(self, name))
+                for name in ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions")
+            } | {f"token_tensors[{name!r}]": len(tensor) for name, tensor in self.token_tensors.items()}
             raise ValueError(
                 f"Trajectory: per-token lists differ in length: {lengths}; give one entry per response token"
             )
@@ -157,10 +163,10 @@ class Trajectory:
             raise ValueError("Trajectory: prompt_tokens is empty; a policy needs at least one token to continue from")
         if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
             raise ValueError(f"Trajectory: reward is {self.reward!r}; expected a finite number")
-        ends = [0, *(end for turn in self.turns for end in (turn.start, turn.stop)), len(self.response_tokens)]
+        ends = [0, *(end for turn in self.turns for end in (turn.start, turn.stop)), length]
         if ends != sorted(ends) or not all(math.isfinite(turn.reward) for turn in self.turns):
             raise ValueError(
-                f"Trajectory: turns {self.turns!r:.200}; expected spans of the {len(self.response_tokens)} response "
+                f"Trajectory: turns {self.turns!r:.200}; expected spans of the {length} response "
                 "tokens, in order, each with a finite reward"
             )
 

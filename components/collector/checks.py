@@ -210,9 +210,18 @@ def checked(
         raise ValueError(
             "rollout() returned trajectories of which no token was sampled by the policy; nothing to train on"
         )
-    if sampled is not None:
+    if sampled is not None and not (is_sampled.all() and _are_answers(trajectories, sampled)):
         _check_drawn(fields["response_tokens"][is_sampled], logprobs, sampled)
     return samples
+
+
+def _are_answers(trajectories: Sequence[Trajectory], sampled: Sequence[tuple[list[int], list[float]]]) -> bool:
+    """Whether each trajectory is the very lists of an answer, which need not be compared number by number."""
+    conversations = [c for t in trajectories for c in t.conversations()]
+    return len(conversations) == len(sampled) and all(
+        c.response_tokens is tokens and c.behavior_logprobs is logprobs
+        for c, (tokens, logprobs) in zip(conversations, sampled, strict=True)
+    )
 
 
 def _check_drawn(tokens: np.ndarray, logprobs: np.ndarray, sampled: Sequence[tuple[list[int], list[float]]]) -> None:

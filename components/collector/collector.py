@@ -460,12 +460,14 @@ class Collector(BaseCollector):
                 await self._retried(admission)
             # Not of `admission.attempt`: a group that is issued again because its collector died samples the same.
             seed = derived_seed(self._seed, admission.group_id, attempt) if self._seeded and admission else None
+            encoded = (task.prompt, admission.prompt_tokens) if admission and admission.prompt_tokens else None
             train_policy = functools.partial(
                 self._policy,
                 sampling,
                 seed=seed,
                 call_limit=call_limit,
                 clock=clock,
+                encoded=encoded,
             )
             own_policy = train_policy if policy_of is None else functools.partial(policy_of, attempt)
             try:
@@ -518,6 +520,7 @@ class Collector(BaseCollector):
         max_response_tokens: int | None = None,
         call_limit: int | None = None,
         version: int | None = None,
+        encoded: tuple[Any, list[int]] | None = None,
     ) -> EnginePolicy:
         r = self._rollout
         return EnginePolicy(
@@ -538,6 +541,7 @@ class Collector(BaseCollector):
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),
             clock=clock,
+            encoded=encoded,
         )
 
     def _count_tokens(self, count: int) -> None:

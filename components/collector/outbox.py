@@ -9,14 +9,22 @@ from typing import NoReturn
 
 from ..group import Group
 
+HOLD_S = 0.12
+"""A call between two processes costs them milliseconds: groups wait for another call so long after the last one began.
+While an engine is kept full, one follows the other sooner; while nothing more may begin, the last one is long ago.
+"""
+
 
 class Outbox:
     """Sends groups with one call of `send` at a time. What is added during a call goes with the next one: adding never
-    waits, and a busy receiver gets fewer calls. Fewer still where another call takes them along (`taken`).
+    waits, and a busy receiver gets fewer calls. Fewer still where other calls take groups along (`taken`): after one of
+    those began, groups wait `hold_s` seconds for the next.
     """
 
-    def __init__(self, send: Callable[[list[Group]], Awaitable[object]]) -> None:
+    def __init__(self, send: Callable[[list[Group]], Awaitable[object]], *, hold_s: float = HOLD_S) -> None:
         self._send = send
+        self._hold_s = hold_s
+        self._held_until = 0.0
         self._groups: list[Group] = []
         self._num_calls = 0  # under way
         self._some, self._none = asyncio.Event(), asyncio.Event()
@@ -32,15 +40,25 @@ class Outbox:
         while True:
             await self._some.wait()
             await asyncio.sleep(0)  # whoever asks for more because these have finished takes them along
+            while self._groups and (left_s := self._held_until - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(left_s)
             if self._groups:
-                with self.taken() as groups:
+                with self._leaving() as groups:
                     await self._send(groups)
 
     @contextmanager
     def taken(self) -> Iterator[list[Group]]:
-        """All that wait, around a call that sends them. One that fails leaves them undelivered: `emptied` never returns
-        then, and whoever waits for it hears of the failure from the call.
+        """All that wait, around a call that is made anyway and sends them. One that fails leaves them undelivered:
+        `emptied` never returns then, and whoever waits for it hears of the failure from the call.
         """
+        now = asyncio.get_running_loop().time
+        self._held_until = now() + self._hold_s
+        with self._leaving() as groups:
+            yield groups
+        self._held_until = now() + self._hold_s
+
+    @contextmanager
+    def _leaving(self) -> Iterator[list[Group]]:
         groups, self._groups = self._groups, []
         self._some.clear()
         self._num_calls += 1

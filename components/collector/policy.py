@@ -56,9 +56,12 @@ class EnginePolicy:
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
         clock: RolloutClock | None = None,
+        encoded: tuple[Any, list[int]] | None = None,
     ) -> None:
+        """`encoded`: a prompt and its tokens, as the prompter encodes it."""
         self._engine = engine
         self.prompter = prompter
+        self._encoded = encoded
         self.group_size = group_size
         self._temperature = temperature
         self._max_prompt_tokens = max_prompt_tokens
@@ -84,6 +87,8 @@ class EnginePolicy:
         """The tokens and logprobs of all answers so far, of these views too."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
+        if self._encoded is not None and prompt == self._encoded[0]:
+            return list(self._encoded[1])
         return self.prompter.encode(prompt)
 
     @property
@@ -110,7 +115,7 @@ class EnginePolicy:
     ) -> list[Completion]:
         if self._life.is_over:
             raise RuntimeError("this rollout has ended: its policy answers no more")
-        tokens: list[int] = prompt if _is_tokens(prompt) else self.prompter.encode(prompt)
+        tokens: list[int] = prompt if _is_tokens(prompt) else self.encode(prompt)  # type: ignore[arg-type]
         first_turn = self._num_calls == 0
         room = self.max_model_len - len(tokens)
         if (first_turn and len(tokens) > self._max_prompt_tokens) or room < 1:

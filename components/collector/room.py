@@ -24,7 +24,8 @@ FULL_FRAC = 0.9
 
 class Room:
     """Sequences that the engine can take on: more than its `places`, because what ends is replaced late. With long
-    answers slightly more, with short ones up to twice as many.
+    answers slightly more, with short ones up to twice as many. Nothing is begun while half of these more are left: to
+    ask for groups costs milliseconds, however many they are.
 
     A group in its environment holds no place, so that slow environments do not leave the engine empty: others begin
     meanwhile. `cache_tokens`: what fits into the KV cache (0: not known).
@@ -47,7 +48,10 @@ class Room:
         is_full = bool(self._cache_tokens) and p.num_tokens > FULL_FRAC * self._cache_tokens
         if inside and (p.num_waiting > slack or is_full):
             return 0
-        return max(0, (self._places + slack - inside) // num_sequences)
+        free = self._places + slack - inside
+        if inside and free < slack // 2:
+            return 0
+        return max(0, free // num_sequences)
 
     def begin(self, clock: RolloutClock, num_sequences: int) -> None:
         """A group of so many sequences begins; `clock` knows of its requests."""

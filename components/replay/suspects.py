@@ -52,6 +52,11 @@ class _Answer:
     num_tokens: int
     one_turn: bool
 
+    @property
+    def kind(self) -> tuple[str, int, bool]:
+        """The same for answers of a group that bear the same signs."""
+        return self.text, self.num_tokens, self.one_turn
+
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -87,13 +92,17 @@ class SuspectWatch:
         """(metrics, at most `MAX_ROWS` rows to list), of the groups since the last call."""
         groups = [self._new.popleft() for _ in range(len(self._new))]
         answers = [answer for _, full in groups for answer in full]
+        # Short answers to one question are often the same: each kind is looked at once.
+        kinds = [{answer.kind: answer for answer in full} for _, full in groups]
         # Texts first: one that is right for many answers is a suspect from its first appearance in this batch on.
-        for answer in answers:
-            self._remember(answer)
+        for of_group in kinds:
+            for answer in of_group.values():
+                self._remember(answer)
         found = []
-        for _, full in groups:
-            read: dict[str, list[str]] = {}  # short answers to one question are often the same text
-            found += [(answer, signs) for answer in full if (signs := self._signs(answer, full, read))]
+        for (_, full), of_group in zip(groups, kinds, strict=True):
+            read: dict[str, list[str]] = {}
+            signs = {kind: self._signs(answer, full, read) for kind, answer in of_group.items()}
+            found += [(answer, signs[answer.kind]) for answer in full if signs[answer.kind]]
         for answer in answers:
             self._lengths_like(answer).append(answer.num_tokens)
         counts = Counter(sign for _, signs in found for sign in signs)

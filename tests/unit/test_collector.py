@@ -30,7 +30,7 @@ from leeway.envs.single_turn import SingleTurn
 from leeway.types import NO_VERSION, Admission, Completion, Task, Trajectory
 from leeway.weights import Canary, CanaryGap, Manifest, Publication, WeightSyncError, digest_of
 
-from ..fakes import CANARY, GREEDY, Answer, FakeEngine, Rig, play, play_to_the_end, settle
+from ..fakes import CANARY, GREEDY, PROMPTER, Answer, FakeEngine, Rig, play, play_to_the_end, settle
 from .virtual_clock import VirtualClock
 
 # ------------------------------------------------------------------------------------------------ a group's life
@@ -242,6 +242,32 @@ def test_a_group_that_was_issued_again_says_so_and_samples_as_it_would_have():
     first, again = played(0), played(2)
     assert [[g.attempt for b in rig.out for g in b] for rig in (first, again)] == [[0], [2]]
     assert first.engine.requests[-1]["seed"] == again.engine.requests[-1]["seed"]
+
+
+@pytest.mark.parametrize("tokens", [[9, 8, 7], None])
+def test_a_prompt_that_comes_as_tokens_is_not_encoded_again(tokens: list[int] | None):
+    """Others of the same rollout are, and what an environment does to its list stays with it."""
+    encoded = []
+
+    class Asks(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            policy.encode(task.prompt).clear()
+            encoded.extend([policy.encode(task.prompt), policy.encode("2 + 3")])
+            return await super().rollout(task, policy)
+
+    async def scenario(rig: Rig, collecting: asyncio.Task[None]) -> None:
+        task = Task(task_id="t", prompt="2 + 2")
+        admission = Admission(group_id=0, task=task, min_policy_version=0, prompt_tokens=tokens)
+        rig.slots.waiting.put_nowait(admission)
+        rig.slots.end()
+        await collecting
+
+    rig = play(scenario, Asks())
+    own = PROMPTER.encode("2 + 2") if tokens is None else tokens
+    assert encoded == [own, PROMPTER.encode("2 + 3")]
+    assert [r["prompt"] for r in rig.engine.requests] == [own]
+    (delivered,) = rig.out[0]
+    assert delivered.samples["prompt_tokens"].tolist()[: len(own)] == own
 
 
 def test_an_engine_that_went_back_to_old_weights_delivers_nothing():

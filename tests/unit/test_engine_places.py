@@ -187,17 +187,40 @@ def test_a_wave_of_long_answers_is_no_rate():
         room = Room(progress, places=256)
         for _ in range(3):
             with ExitStack() as inside:
-                held = []
-                while room.groups(8):
-                    held.append(str(len(held)))
-                    inside.enter_context(progress.request(held[-1], num_sequences=8, prompt_tokens=8))
-                    progress.passed(loop.time(), [Sampled(held[-1], str(i), 1, False) for i in range(8)])
+                held = [str(i) for i in range(room.groups(8))]
+                for name in held:
+                    inside.enter_context(progress.request(name, num_sequences=8, prompt_tokens=8))
+                    progress.passed(loop.time(), [Sampled(name, str(i), 1, False) for i in range(8)])
                 assert 8 * len(held) == 256 + 32
                 await asyncio.sleep(30)
                 for name in held:
                     await asyncio.sleep(0.3 / len(held))
                     progress.passed(loop.time(), [Sampled(name, str(i), 1, True) for i in range(8)])
                     room.groups(8)
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(main())
+
+
+def test_more_is_begun_once_half_of_what_waits_is_gone():
+    """An eighth of 256 places waits, 4 groups of 8: those that end are replaced two at a time, not one by one."""
+
+    async def main() -> None:
+        progress = Progress(asyncio.get_running_loop().time)
+        room, begun = Room(progress, places=256), dict[str, ExitStack]()
+        free = [room.groups(8)]
+        for turn in range(6):
+            for _ in range(free[-1]):
+                name = str(len(begun))
+                begun[name] = ExitStack()
+                begun[name].enter_context(progress.request(name, num_sequences=8, prompt_tokens=8))
+                progress.passed(0.0, [Sampled(name, str(i), 1, False) for i in range(8)])
+            begun[str(turn)].close()
+            free.append(room.groups(8))
+        assert free == [36, 0, 2, 0, 2, 0, 2]
+        for name in begun:
+            begun[name].close()
+        assert room.groups(8) == 36
 
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
         runner.run(main())

@@ -9,6 +9,8 @@ import pytest
 
 from leeway.collector.outbox import Outbox
 
+from .virtual_clock import VirtualClock
+
 
 def test_what_is_added_while_a_call_is_under_way_goes_with_the_next_one_in_order() -> None:
     async def main() -> None:
@@ -47,37 +49,50 @@ def test_what_is_added_while_a_call_is_under_way_goes_with_the_next_one_in_order
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_call_that_is_made_anyway_takes_along_what_has_just_been_added() -> None:
+def test_a_call_that_is_made_anyway_takes_along_what_waits_and_what_comes_soon_after_waits_for_the_next() -> None:
     async def main() -> None:
-        sent, answered = list[list[Any]](), asyncio.Event()
+        now = asyncio.get_running_loop().time
+        sent, answered = list[tuple[float, list[Any]]](), asyncio.Event()
 
         async def send(groups: list[Any]) -> None:
-            sent.append(groups)
+            sent.append((now(), groups))
 
         async def other() -> None:
             with outbox.taken() as groups:
-                sent.append(["other", *groups])
+                sent.append((now(), ["other", *groups]))
                 await answered.wait()
 
-        outbox = Outbox(send)
+        outbox = Outbox(send, hold_s=1.0)
         running = asyncio.ensure_future(outbox.run())
-        await asyncio.sleep(0)
-        outbox.add(cast("Any", [1, 2]))
+        await asyncio.sleep(10)
+        outbox.add(cast("Any", [1]))
+        await asyncio.sleep(0.1)
+        assert sent == [(10.0, [1])], "nobody has asked: it is sent at once"
+
+        outbox.add(cast("Any", [2, 3]))
         asked = asyncio.ensure_future(other())
         emptied = asyncio.ensure_future(outbox.emptied())
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert sent == [["other", 1, 2]]
-        outbox.add(cast("Any", [3]))
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert sent[1:] == [[3]], "what comes while that call waits does not wait for it"
-        assert not emptied.done(), "the other call is not answered"
+        await asyncio.sleep(0.25)
+        assert sent[1:] == [(10.1, ["other", 2, 3])]
+        assert not emptied.done(), "that call is not answered"
+        outbox.add(cast("Any", [4]))
+        await asyncio.sleep(0.5)
+        assert sent[2:] == [], "another call may follow"
+        await asyncio.sleep(1)
+        assert sent[2:] == [(11.1, [4])], "what comes while a call waits does not wait for its answer"
+
         answered.set()
         await asyncio.gather(asked, emptied)
+        outbox.add(cast("Any", [5]))
+        await asyncio.sleep(0.75)
+        asked = asyncio.ensure_future(other())
+        await asyncio.sleep(10)
+        assert sent[3:] == [(12.6, ["other", 5])], "held for a while after an answer too: then more begins"
+        await asked
         running.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(asyncio.wait_for(main(), 600))
 
 
 def test_what_sending_raises_ends_it() -> None:

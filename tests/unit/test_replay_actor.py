@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,24 @@ def test_finished_groups_come_with_the_wish_for_more_and_are_there_whatever_beco
             await buffer.admit(2, 0.01, "generator-0", [group(a.group_id) for a in held])
         batch = await buffer.take_batch(SOON_S)
         assert sorted(batch.group_ids) == sorted(a.group_id for a in held)
+
+    asyncio.run(asyncio.wait_for(scenario(), SOON_S))
+
+
+def test_an_admission_brings_its_prompt_as_tokens_and_no_text_is_encoded_twice(actor) -> None:
+    async def scenario() -> None:
+        buffer = actor("staleness.max_policy_lag=9")
+        encode = buffer._prompter.encode
+        await buffer.published(0)
+        first = await buffer.admit(4, SOON_S, "generator-0")
+        assert [a.prompt_tokens for a in first] == [encode(a.task.prompt) for a in first]
+        before = buffer._encode_text.cache_info()
+        assert (before.hits, before.misses) == (4, 5), "each once, and one that is drawn ahead"
+        await buffer.reissue([first[2].group_id], "engine lost")
+        again, *_ = await buffer.admit(1, SOON_S, "generator-0")
+        assert (again.group_id, again.prompt_tokens) == (first[2].group_id, first[2].prompt_tokens)
+        of_messages = replace(first[0], task=replace(first[0].task, prompt=[{"role": "user", "content": "1 + 1 ="}]))
+        assert buffer._with_tokens(replace(of_messages, prompt_tokens=None)).prompt_tokens is None
 
     asyncio.run(asyncio.wait_for(scenario(), SOON_S))
 
