@@ -208,9 +208,9 @@ def from_buffers(layout: Layout, buffers: Sequence[Any]) -> dict[str, Any]:
     for i, (path, kind, shape) in enumerate(layout):
         dtype, count = getattr(torch, kind), math.prod(shape)
         data, first = (buffers[0], at) if are_joined else (buffers[i], 0)
-        tensor = torch.empty(0, dtype=dtype)
-        if count:
-            tensor = torch.frombuffer(data, dtype=dtype, count=count, offset=first)
+        tensor = (
+            torch.frombuffer(data, dtype=dtype, count=count, offset=first) if count else torch.empty(0, dtype=dtype)
+        )
         tensors[path] = tensor if len(shape) == 1 else tensor.view(shape)
         at += count * dtype.itemsize
     return nested(tensors)
@@ -332,6 +332,6 @@ def _joined_by_name(given: Sequence[dict[str, torch.Tensor]], *, what: str) -> d
 
 
 def bytes_by_run(values: torch.Tensor, lengths: Sequence[int]) -> list[bytes]:
-    data = values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = _as_array(values).tobytes()
     row = len(data) // len(values) if len(values) else 0
     return [data[start * row : stop * row] for start, stop in itertools.pairwise(starts(lengths))]

@@ -74,11 +74,12 @@ async def _scores(
 ) -> list[Score]:
     functions = list(reward.functions.values()) if isinstance(reward, WeightedSum) else [reward]
     asked = [(function, task, text, completion) for text, completion in answers for function in functions]
-    # Most functions just answer: a task of its own for each would cost more than they do.
+    just_answer = [_just_answers(function, task) for function in functions]
+    # Most functions do: a task of its own for each would cost more than they do.
     given: list[Any] = []
     try:
-        for call in asked:
-            given.append(_at_once(*call))
+        for i, call in enumerate(asked):
+            given.append(_at_once(*call) if just_answer[i % len(functions)] else None)
     except BaseException:
         for value in given:
             _drop(value)
@@ -90,7 +91,8 @@ async def _scores(
     rows = [given[i : i + len(functions)] for i in range(0, len(given), len(functions))]
     if isinstance(reward, WeightedSum):
         return [reward.of(row) for row in rows]
-    return [Score(value, _exact_match(functions, [value])) for [value] in rows]
+    can_tell = says_right(reward)
+    return [Score(value, {"exact_match": float(value >= 1.0)} if can_tell else {}) for [value] in rows]
 
 
 def says_right(reward: AnyReward | WeightedSum) -> bool:
@@ -116,13 +118,15 @@ def short_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _at_once(reward: AnyReward, task: Task, text: str, completion: Completion | None) -> Any:
-    """The number that a function gives which just answers; what it gave, if that has to be awaited; None for one that
-    was not called, because it is async or takes long.
-    """
+def _just_answers(reward: AnyReward, task: Task) -> bool:
+    """It is neither async, nor does it take long."""
     with _named(reward, task):
-        if _is_async(reward) or _is_blocking(reward, task):
-            return None
+        return not (_is_async(reward) or _is_blocking(reward, task))
+
+
+def _at_once(reward: AnyReward, task: Task, text: str, completion: Completion | None) -> Any:
+    """The number that a function gives which just answers; what it gave, if that has to be awaited after all."""
+    with _named(reward, task):
         value = reward(task, text, **_more(reward, completion))
     return value if inspect.isawaitable(value) else _number(value, reward, task)
 

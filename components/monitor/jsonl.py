@@ -87,7 +87,10 @@ def as_line(value: Any) -> str:
 
     JSON itself escapes a terminal's ESC, but not its one-character form, and no mark of text direction.
     """
-    text = json.dumps(finite_or_null(value), allow_nan=False, ensure_ascii=False)
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        text = json.dumps(finite_or_null(value), allow_nan=False, ensure_ascii=False)
     return text if text.isprintable() else text.translate(_ESCAPED)
 
 

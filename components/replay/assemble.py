@@ -279,7 +279,7 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     lengths = torch.tensor([n for g in groups for n in g.lengths], dtype=torch.float32)
     rows = [_rows_of(g) for g in groups]
-    zero = sum(not a.is_not_zero[g.mains].any() for g, a in zip(groups, advantages, strict=True))
+    zero = sum(not a.is_not_zero.numpy()[g.mains].any() for g, a in zip(groups, advantages, strict=True))
     metrics = {
         "train/reward/mean": rewards.mean().item(),
         "train/reward/std": rewards.std(correction=0).item(),
@@ -329,11 +329,17 @@ def _readable(groups: Sequence[Group], limit: int, *, whole: int) -> list[tuple[
 
 
 def _rows(groups: Sequence[Group], parts: Sequence[Advantages], chosen: Sequence[tuple[int, int]]) -> list[dict]:
-    return [_row(groups[n], t, parts[n].readable[t]) for n, t in chosen]
+    by_group: dict[int, list[int]] = {}
+    for n, t in chosen:
+        by_group.setdefault(n, []).append(t)
+    return [
+        _row(groups[n], index, trajectory, parts[n].readable[index])
+        for n, own in by_group.items()
+        for index, trajectory in zip(own, groups[n].selected(own).trajectories(), strict=True)
+    ]
 
 
-def _row(group: Group, index: int, advantage: float | list[float]) -> dict:
-    (t,) = group.selected([index]).trajectories()
+def _row(group: Group, index: int, t: Trajectory, advantage: float | list[float]) -> dict:
     return {
         "group_id": group.group_id,
         "task_id": group.task_id,
