@@ -53,7 +53,7 @@ class Admission:
     """The right to start one group, and the oldest policy version that may generate it (`min_policy_version`).
 
     `attempt` counts how often the group was issued before: above 0 after a collector that held it was lost.
-    `prompt_tokens`: the task's prompt as the policy's tokenizer encodes it; None where whoever admits has not done so.
+    `prompt_tokens`: the task's prompt as the policy's tokenizer encodes it; None: whoever needs them encodes it.
     """
 
     group_id: int

@@ -262,7 +262,7 @@ class CollectorActor(Watched):
 
         async def collecting() -> None:
             async for finished in self._run.collector.groups():
-                outbox.add(finished)
+                outbox.add(finished, are_last=not self._run.collector.num_in_flight)
             await outbox.emptied()
 
         await unless(outbox.run(), collecting())

@@ -42,9 +42,12 @@ async def run_bounded(
     begun: list[asyncio.Task[list[Trajectory] | RolloutFailed]] = []
     try:
         async with asyncio.TaskGroup() as group:
+            free = 0
             for task in tasks:
-                while under_way >= at_most or not room.groups(num_sequences):
+                while under_way >= at_most or not (free := free or room.groups(num_sequences)):
                     await room.more()
+                    free = 0
+                free -= 1
                 under_way += 1
                 room.begin(its_clock := clock(), num_sequences)
                 begun.append(group.create_task(one(task, its_clock)))

@@ -216,10 +216,10 @@ def checked(
 
 
 def _are_answers(trajectories: Sequence[Trajectory], sampled: Sequence[tuple[list[int], list[float]]]) -> bool:
-    """Whether each trajectory is the very lists of an answer, which need not be compared number by number."""
+    """Whether each conversation is one answer, in order: as it mostly is, and quick to see."""
     conversations = [c for t in trajectories for c in t.conversations()]
     return len(conversations) == len(sampled) and all(
-        c.response_tokens is tokens and c.behavior_logprobs is logprobs
+        c.response_tokens == tokens and c.behavior_logprobs == logprobs
         for c, (tokens, logprobs) in zip(conversations, sampled, strict=True)
     )
 

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from ..group import Group
 
 HOLD_S = 0.12
-"""A call between two processes costs them milliseconds: groups wait for another call so long after the last one began.
-While an engine is kept full, one follows the other sooner; while nothing more may begin, the last one is long ago.
+"""A call between two processes costs them milliseconds: after one that asks for more began, and again after its answer,
+groups wait so long for the next. While an engine is kept full, one follows the other sooner.
 """
 
 
 class Outbox:
     """Sends groups with one call of `send` at a time. What is added during a call goes with the next one: adding never
     waits, and a busy receiver gets fewer calls. Fewer still where other calls take groups along (`taken`): after one of
-    those began, groups wait `hold_s` seconds for the next.
+    those began, and after it was answered, groups wait `hold_s` seconds for the next.
     """
 
     def __init__(self, send: Callable[[list[Group]], Awaitable[object]], *, hold_s: float = HOLD_S) -> None:
         self._send = send
         self._hold_s = hold_s
-        self._held_until = 0.0
+        self._held_until, self._hurry = 0.0, asyncio.Event()
         self._groups: list[Group] = []
         self._num_calls = 0  # under way
         self._some, self._none = asyncio.Event(), asyncio.Event()
         self._none.set()
 
-    def add(self, groups: Sequence[Group]) -> None:
+    def add(self, groups: Sequence[Group], *, are_last: bool = False) -> None:
+        """`are_last`: nothing else is under way, so no call is expected that could take them along."""
         self._groups += groups
+        if are_last:
+            self._held_until = 0.0
+            self._hurry.set()
         self._none.clear()
         self._some.set()
 
@@ -41,7 +45,9 @@ class Outbox:
             await self._some.wait()
             await asyncio.sleep(0)  # whoever asks for more because these have finished takes them along
             while self._groups and (left_s := self._held_until - asyncio.get_running_loop().time()) > 0:
-                await asyncio.sleep(left_s)
+                self._hurry.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), left_s)
             if self._groups:
                 with self._leaving() as groups:
                     await self._send(groups)

@@ -144,7 +144,7 @@ class EnginePolicy:
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))
-        self.sampled += [(s.tokens, s.logprobs) for s in sampled]
+        self.sampled += [(list(s.tokens), list(s.logprobs)) for s in sampled]  # the lists become the environment's
         if self._version is not None and self.versions - {self._version}:
             others = ", ".join(map(str, sorted(self.versions - {self._version})))
             raise WeightSyncError("version", self._version, f"the engine sampled with version {others} in its place")

@@ -24,8 +24,8 @@ FULL_FRAC = 0.9
 
 class Room:
     """Sequences that the engine can take on: more than its `places`, because what ends is replaced late. With long
-    answers slightly more, with short ones up to twice as many. Nothing is begun while half of these more are left: to
-    ask for groups costs milliseconds, however many they are.
+    answers slightly more, with short ones up to twice as many. New groups may begin
+    once half of this surplus is gone, and then as many as fill it: to ask for some costs milliseconds, however many.
 
     A group in its environment holds no place, so that slow environments do not leave the engine empty: others begin
     meanwhile. `cache_tokens`: what fits into the KV cache (0: not known).
@@ -41,7 +41,7 @@ class Room:
         progress.on_less = self._more.set
 
     def groups(self, num_sequences: int) -> int:
-        """Groups of so many sequences that may begin now."""
+        """Groups of so many sequences that may begin now, all of them together."""
         p, slack = self._progress, max(num_sequences, self._places // 8, min(self._places, self._num_ending()))
         young = self._num_young()
         inside = p.num_sequences + young

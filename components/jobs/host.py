@@ -395,6 +395,8 @@ class Host:
             return {"again": True}
         used = [] if offer is None else offer.used
         rows = [{**asdict(a), "draw": self._buffer.of(a.group_id)[1]} for a in admissions]
+        for row in rows:
+            del row["prompt_tokens"]  # an explorer encodes for itself
         return {"admissions": rows, "used": used}
 
     def _offer(self, explorer: _Explorer, own: Any) -> Offer | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+MOST_ENCODED = 256
+"""Prompts whose tokens are kept between being measured and being admitted: more than one call admits."""
 """Interval between polls of a queue that had no task."""
 
 
@@ -109,8 +110,8 @@ class ReplayBufferActor(Watched):
         self._taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         assert config.model.path is not None
         self._prompter = Prompter.of(config.model)
-        # A task's prompt is measured when it is drawn and sent when it is admitted, mostly at once.
-        self._encode_text = functools.lru_cache(maxsize=256)(self._prompter.encode)
+        self._encoded: dict[str, list[int]] = {}  # prompts that were measured, until they are admitted
+        self._admits_with_tokens = not meets  # explorers encode for themselves
         self._assembler = Assembler(
             advantage=algorithm.made().advantage,
             shaping=shaping_of(config),
@@ -225,15 +226,21 @@ class ReplayBufferActor(Watched):
             self._suspects.delivered(task, group)
 
     def _num_tokens(self, task: Task) -> int:
-        prompt = task.prompt
-        return len(self._encode_text(prompt) if isinstance(prompt, str) else self._prompter.encode(prompt))
+        tokens = self._prompter.encode(task.prompt)
+        fits = len(tokens) <= self._config.rollout.max_prompt_tokens
+        if fits and self._admits_with_tokens and isinstance(task.prompt, str):
+            self._encoded[task.prompt] = tokens
+            if len(self._encoded) > MOST_ENCODED:
+                del self._encoded[next(iter(self._encoded))]
+        return len(tokens)
 
     def _with_tokens(self, admission: Admission) -> Admission:
-        """To encode a short text costs a process that has just done something else a fifth of a millisecond: the
-        collector need not do it again.
+        """With the prompt's tokens, if it is a text that was measured lately: to encode a short one again costs the
+        collector a fifth of a millisecond.
         """
         prompt = admission.task.prompt
-        return replace(admission, prompt_tokens=self._encode_text(prompt)) if isinstance(prompt, str) else admission
+        tokens = self._encoded.pop(prompt, None) if isinstance(prompt, str) else None
+        return admission if tokens is None else replace(admission, prompt_tokens=tokens)
 
     def _shortened(self, task: Task) -> Task | None:
         """Apply `rollout.overlong_prompts` to a task whose prompt is too long; None leaves it out."""

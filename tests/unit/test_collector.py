@@ -644,6 +644,19 @@ def test_a_token_is_trained_on_only_as_the_engine_drew_it(change, reason):
     assert re.search(reason, rig.slots.failures[0]) if reason else not rig.slots.failures
 
 
+@pytest.mark.parametrize(("name", "value"), [("tokens", 3), ("logprobs", -0.5)])
+def test_an_answer_that_was_changed_where_it_lies_is_not_as_the_engine_drew_it(name, value):
+    class Overwrites(Answer):
+        async def rollout(self, task, policy):
+            completions = await policy.generate(task.prompt)
+            getattr(completions[0], name)[0] = value
+            return [Trajectory.from_completion([1], completion, reward=1.0) for completion in completions]
+
+    rig = play_to_the_end(Overwrites(), retries=0)
+    assert rig.group_ids == []
+    assert "as sampled, which" in rig.slots.failures[0]
+
+
 def test_a_prompt_with_an_id_that_no_token_has_never_reaches_the_engine():
     class Asks(Answer):
         async def rollout(self, task, policy):

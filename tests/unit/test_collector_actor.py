@@ -195,7 +195,7 @@ def collecting(actor: CollectorActor, buffer: Slow, *, ends: bool = True) -> lis
         happened.append("ended")
 
     actor._current = run_with(buffer)
-    actor._current.collector = cast("Any", SimpleNamespace(groups=groups))
+    actor._current.collector = cast("Any", SimpleNamespace(groups=groups, num_in_flight=1))
     return happened
 
 
@@ -228,6 +228,28 @@ def test_who_asks_for_more_groups_takes_along_those_that_have_finished() -> None
         putting.cancel()
 
     asyncio.run(asyncio.wait_for(asks(), 60))
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+def test_the_last_groups_under_way_wait_for_no_other_call(actor: CollectorActor, num_in_flight: int) -> None:
+    """In lockstep the next wish for more waits until these are trained on."""
+
+    async def collects() -> None:
+        buffer = Slow()
+        collecting(actor, buffer)
+        run = actor._current
+        assert run is not None
+        cast("Any", run.collector).num_in_flight = num_in_flight
+        asked = asyncio.ensure_future(run._admit(5))
+        await asyncio.sleep(0)
+        collect = asyncio.ensure_future(actor.collect())
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert buffer.got == [["+5"], *([] if num_in_flight else [[1]])]
+        for task in (asked, collect):
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(collects(), 60))
 
 
 def test_groups_are_made_while_others_are_put(actor: CollectorActor) -> None:

@@ -298,6 +298,15 @@ def test_an_evaluation_takes_all_places():
     played(scenario, max_in_flight=2)
 
 
+def test_an_evaluation_has_as_many_in_the_queue_as_there_may_be():
+    async def scenario(rig: Any, collecting: asyncio.Task[None]) -> None:
+        tasks = [Task(task_id=f"t{i}", prompt="x") for i in range(400)]
+        assert len(await rig.collector.evaluate(tasks, GREEDY, policy_version=0)) == 400
+        assert rig.engine.most_waiting == 256 // 8
+
+    played(scenario, places=256)
+
+
 def test_a_rollouts_clock_counts_its_share_of_the_passes_and_all_that_is_outside():
     now = [0.0]
     clock, progress = RolloutClock(lambda: now[0], patience_s=100.0), Progress(lambda: now[0])

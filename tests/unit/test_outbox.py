@@ -81,13 +81,24 @@ def test_a_call_that_is_made_anyway_takes_along_what_waits_and_what_comes_soon_a
         await asyncio.sleep(1)
         assert sent[2:] == [(11.1, [4])], "what comes while a call waits does not wait for its answer"
 
+        outbox.add(cast("Any", [6]))
+        asked_too = asyncio.ensure_future(other())
+        await asyncio.sleep(0.25)
+        outbox.add(cast("Any", [7]))
+        await asyncio.sleep(0.25)
+        assert sent[3:] == [(11.85, ["other", 6])], "7 waits for another call"
+        outbox.add(cast("Any", [8]), are_last=True)
+        await asyncio.sleep(0.25)
+        assert sent[4:] == [(12.35, [7, 8])], "nothing else is under way: no call can follow"
+        del sent[3:]
+
         answered.set()
-        await asyncio.gather(asked, emptied)
+        await asyncio.gather(asked, asked_too, emptied)
         outbox.add(cast("Any", [5]))
         await asyncio.sleep(0.75)
         asked = asyncio.ensure_future(other())
         await asyncio.sleep(10)
-        assert sent[3:] == [(12.6, ["other", 5])], "held for a while after an answer too: then more begins"
+        assert sent[3:] == [(13.35, ["other", 5])], "held for a while after an answer too: then more begins"
         await asked
         running.cancel()
 

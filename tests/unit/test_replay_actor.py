@@ -19,6 +19,7 @@ from leeway.failures import PartFailed
 from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.assemble import Assembler
+from leeway.tasks.prompting import Prompter
 
 from ..fakes import group
 
@@ -56,20 +57,21 @@ def test_finished_groups_come_with_the_wish_for_more_and_are_there_whatever_beco
     asyncio.run(asyncio.wait_for(scenario(), SOON_S))
 
 
-def test_an_admission_brings_its_prompt_as_tokens_and_no_text_is_encoded_twice(actor) -> None:
+def test_an_admission_brings_its_prompt_as_tokens_and_no_text_is_encoded_twice(actor, monkeypatch) -> None:
     async def scenario() -> None:
+        encode, encoded = Prompter.encode, list[str]()
+        monkeypatch.setattr(Prompter, "encode", lambda self, prompt: encoded.append(prompt) or encode(self, prompt))
         buffer = actor("staleness.max_policy_lag=9")
-        encode = buffer._prompter.encode
         await buffer.published(0)
         first = await buffer.admit(4, SOON_S, "generator-0")
-        assert [a.prompt_tokens for a in first] == [encode(a.task.prompt) for a in first]
-        before = buffer._encode_text.cache_info()
-        assert (before.hits, before.misses) == (4, 5), "each once, and one that is drawn ahead"
+        assert [a.prompt_tokens for a in first] == [encode(buffer._prompter, a.task.prompt) for a in first]
+        assert len(encoded) == 5, "each once, and one that is drawn ahead"
+        assert len(buffer._encoded) == 1, "none is kept for longer"
         await buffer.reissue([first[2].group_id], "engine lost")
         again, *_ = await buffer.admit(1, SOON_S, "generator-0")
-        assert (again.group_id, again.prompt_tokens) == (first[2].group_id, first[2].prompt_tokens)
-        of_messages = replace(first[0], task=replace(first[0].task, prompt=[{"role": "user", "content": "1 + 1 ="}]))
-        assert buffer._with_tokens(replace(of_messages, prompt_tokens=None)).prompt_tokens is None
+        assert (again.group_id, again.prompt_tokens) == (first[2].group_id, None)
+        of_messages = replace(again, task=replace(again.task, prompt=[{"role": "user", "content": "1 + 1 ="}]))
+        assert buffer._with_tokens(of_messages).prompt_tokens is None
 
     asyncio.run(asyncio.wait_for(scenario(), SOON_S))
 

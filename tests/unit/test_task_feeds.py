@@ -289,8 +289,8 @@ def test_a_prompt_that_is_cut_fits_and_is_the_end_of_what_it_was(text, limit, as
 
 def drawn(tasks, how, limit=8):
     rollout = SimpleNamespace(max_prompt_tokens=limit, overlong_prompts=how)
-    own = {"_prompter": PROMPTER, "_encode_text": PROMPTER.encode}
-    buffer: Any = SimpleNamespace(_config=SimpleNamespace(rollout=rollout), **own)
+    buffer: Any = SimpleNamespace(_config=SimpleNamespace(rollout=rollout), _prompter=PROMPTER)
+    buffer._encoded, buffer._admits_with_tokens = {}, True
     buffer._num_tokens = lambda task: ReplayBufferActor._num_tokens(buffer, task)
 
     return TaskStream(
