@@ -24,8 +24,8 @@ FULL_FRAC = 0.9
 
 class Room:
     """Sequences that the engine can take on: more than its `places`, because what ends is replaced late. With long
-    answers slightly more, with short ones up to twice as many. New groups may begin
-    once half of this surplus is gone, and then as many as fill it: to ask for some costs milliseconds, however many.
+    answers slightly more, with short ones up to twice as many. New groups may begin once half of this surplus is gone,
+    and then as many as fill it: asking costs milliseconds, however many are asked for.
 
     A group in its environment holds no place, so that slow environments do not leave the engine empty: others begin
     meanwhile. `cache_tokens`: what fits into the KV cache (0: not known).

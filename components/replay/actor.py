@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 MOST_ENCODED = 256
-"""Prompts whose tokens are kept between being measured and being admitted: more than one call admits."""
+"""Prompts whose tokens are kept from being measured to being admitted; what is dropped, collectors encode again."""
 """Interval between polls of a queue that had no task."""
 
 

@@ -33,7 +33,7 @@ from leeway.monitor import (
     write_summary,
 )
 from leeway.monitor.console import ConsoleSink, as_duration, sparkline
-from leeway.monitor.jsonl import JsonlSink
+from leeway.monitor.jsonl import JsonlSink, as_line
 from leeway.monitor.logs import others_to_file
 from leeway.monitor.series import bin_shares, read_series
 
@@ -78,6 +78,14 @@ def test_rows_are_on_disk_before_the_monitor_is_closed(tmp_path: Path) -> None:
     assert first == {"step": 1, "role": "trainer", "train/reward/mean": 0.5, "train/sequences": 64}
     assert (second["role"], second["collector/pause_s"]) == ("collector", 0.25)
     monitor.close("done")
+
+
+def test_a_line_is_strict_json_however_deep_a_nan_lies() -> None:
+    row = {"reward": 1.0, "logprobs": [[-0.5, math.nan], (math.inf,)], "text": "\x9b31m"}
+    line = as_line(row)
+    assert json.loads(line) == {"reward": 1.0, "logprobs": [[-0.5, None], [None]], "text": "\x9b31m"}
+    assert "NaN" not in line
+    assert line.isprintable()
 
 
 def test_nonfinite_numbers_stay_json_and_keep_their_kind(tmp_path: Path) -> None:
