@@ -5,11 +5,12 @@
 
 Two runs are started, and have the machine for some seconds each, while the processes of the other are stopped: the
 whole run (trainer, buffer, generator), and its engine alone, which answers two batches of its tasks at a time, as a run
-measures it at its start (docs/metrics.md, limit/): to the last answer, so that its last passes are not full. A line for
-each round: mean seconds of a step, the seconds in which the engine alone makes that step's tokens, and their quotient,
-the share of the limit; then that of all rounds. It holds where the generators are the slower side: `train_s` is what
-the trainer alone would take, as the run measured it at its start. One engine, on the first core, which computes every
-answer by itself (vLLM); the collector has the other cores, as in a run. One optimizer step for each batch.
+measures it at its start (docs/metrics.md, limit/): to the last answer, so that its last passes are not full; and then
+forgets what it has kept of their prompts, as a run's engine does when it loads a version. A line for each round: mean
+seconds of a step, the seconds in which the engine alone makes that step's tokens, and their quotient, the share of the
+limit; then that of all rounds. It holds where the generators are the slower side: `train_s` is what the trainer alone
+would take, as the run measured it at its start. One engine, on the first core, which computes every answer by itself
+(vLLM); the collector has the other cores, as in a run. One optimizer step for each batch.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ async def alone(args: argparse.Namespace) -> None:
                 row: dict[str, Any] = {"step": number, "seconds": run.collector.generating_s() - begun}
                 row["tokens"] = sum(len(t.response_tokens) for t in made)
                 lines.write(json.dumps(row) + "\n")
+                await engine.forget_prompts()  # type: ignore[attr-defined]
 
 
 def parse() -> argparse.Namespace:

@@ -27,12 +27,10 @@ from leeway.config.rules import RL_RULES
 
 async def train(run: driver.RLRun) -> None:
     """Consumes batches; waits for complete ones; unblocked by collectors' puts; produces policy versions."""
-    publish_every = run.config.param_server.publish_every
     async for batch in run.batches():  # [U][M] shares of P groups; the next batch is collected meanwhile
         await run.score(batch)  # audits, proximal policy, critic: under the weights at the batch's start
         for update, shares in enumerate(batch.steps, start=1):
-            version = run.version + 1
-            publish = version % publish_every == 0 or version == run.total_steps
+            publish = run.publishes(run.version + 1)
             await run.step(shares, publish=publish)
             if publish:
                 await run.publish()  # version v is handed out beside step v + 1

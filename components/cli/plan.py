@@ -214,8 +214,8 @@ def answer(calibration: Calibration, grid: Grid) -> tuple[list[Prediction], Pred
 
 def _default_lags(base: Settings) -> list[int]:
     """In optimizer steps: a version is one step, unless several are published or trained at a time."""
-    steps = max(base.updates_per_batch, base.publish_every)
-    return [base.updates_per_batch + base.publish_every - 2 + number * steps for number in DEFAULT_LAGS]
+    u, n = base.updates_per_batch, base.least_publish_every
+    return [u + n - 2 + number * max(u, n) for number in DEFAULT_LAGS]
 
 
 def _over_splits(
@@ -239,12 +239,12 @@ def _possible(
 ) -> list[Settings]:
     found = variants(base, lags=lags, windows=windows, splits=splits)
     if not found:
-        need = base.updates_per_batch + base.publish_every - 2
+        need = base.updates_per_batch + base.least_publish_every - 2
         raise ConfigError(
             "--max-policy-lag",
             got=words(", ".join(map(str, lags))),
             expected=f"{need} or more with updates_per_batch={base.updates_per_batch} "
-            f"and publish_every={base.publish_every}",
+            f"and publish_every={base.least_publish_every}",
             fix="raise it",
         )
     return found

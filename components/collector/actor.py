@@ -77,7 +77,7 @@ class CollectorRun:
             self.transport,
             in_flight=config.staleness.in_flight,
             tolerance=numbers.served_tolerance,
-            pull_every=rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
+            pull_every=numbers.pull_every,
             deadline_s=deadline_s,
             paused=lambda: clock.doing("pause"),
             on_quarantine=lambda error: self.collector.discard(str(error)),
@@ -178,7 +178,6 @@ class CollectorActor(Watched):
             "pid": os.getpid(),
             "node": ray.util.get_node_ip_address(),
             "engine_pids": engine.process_ids(),
-            "compute_threads": engine.compute_threads(),
         }
 
     @as_text
@@ -303,6 +302,12 @@ class CollectorActor(Watched):
     async def state(self) -> dict[str, int]:
         """What it is doing now: the version that is verified, and the groups in flight."""
         return {"policy_version": self._run.weight_sync.verified_version, "groups": self._run.collector.num_in_flight}
+
+    async def forget_prompts(self) -> None:
+        """An engine that keeps prompts for later requests forgets them, as it does when weights are loaded."""
+        assert self._engine is not None, "start() comes first"
+        if (forget := getattr(self._engine, "forget_prompts", None)) is not None:
+            await forget()
 
     async def generating_s(self) -> float:
         return self._run.collector.generating_s()

@@ -241,10 +241,6 @@ class Engine(Generates, LoadsWeights, Protocol):
         """Processes that it started, for those who watch over a run's processes."""
         ...
 
-    def compute_threads(self) -> list[int]:
-        """Native ids of threads of this process in which it computes: they chose their own cores."""
-        ...
-
     def shutdown(self) -> None: ...
 
 

@@ -28,7 +28,8 @@ class Derived:
     group has its own seed. That is where a seed decides its tokens: in lockstep, and with adapters, as a request then
     ends under the weights that it began with. `versions_kept`: the newest, or, if engines pull the oldest, all that a
     group may still start under. `adapter_versions`: the most that an engine holds at once, with `model.lora`.
-    `shares_devices`: generators and trainer have the same CPUs and GPUs.
+    `shares_devices`: generators and trainer have the same CPUs and GPUs. `publish_every`: optimizer steps between
+    published versions. `pull_every`: the fewest between two that an engine pulls, unless a group needs a newer one.
     """
 
     reorder_window: int
@@ -57,6 +58,8 @@ class Derived:
     versions_kept: int
     adapter_versions: int
     shares_devices: bool
+    publish_every: int
+    pull_every: int
 
     @property
     def cpus_needed(self) -> int:
@@ -75,10 +78,13 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     """Compute the derived numbers of `config` as a run of `recipe`."""
     train, rollout, cluster = config.train, config.rollout, config.cluster
     uses, bound = config.replay.max_uses, config.staleness.max_policy_lag
-    P, u, n = max(1, train.groups_per_step // uses), train.updates_per_batch, config.param_server.publish_every
+    P, u = max(1, train.groups_per_step // uses), train.updates_per_batch
     first_use = bound - u * (config.replay.cooldown + 1) * (uses - 1)
     target = first_use if config.staleness.target_policy_lag is None else config.staleness.target_policy_lag
     window = config.staleness.reorder_window
+    n = config.param_server.publish_every
+    if n is None:
+        n = published_as_pulled(rollout.pull_every, P, u, window or 1, target) if publishes_as_pulled(config) else 1
     if window is None:
         window = window_of_a_batch(P, u, n, target) if config.replay.chooses else 1
     num_batches = None if train.steps is None else train.steps // u
@@ -138,6 +144,8 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
         shares_devices=cluster.shares_devices and recipe.is_online,
         served_tolerance=config.param_server.tolerance_in(config.model.dtype),
+        publish_every=n,
+        pull_every=rollout.pull_every * (config.param_server.publish_every or 1),
     )
 
 
@@ -150,6 +158,20 @@ def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publis
     """The smallest target lag at which admission never deadlocks: u * (ceil((W - 1) / P) + 1) + n - 2."""
     batches_overtaken = -(-(window - 1) // groups_per_step)
     return updates_per_batch * (batches_overtaken + 1) + publish_every - 2
+
+
+def publishes_as_pulled(config: Config) -> bool:
+    """Whether lag bound and window decide how often versions are published: evaluations need none in between."""
+    return config.param_server.publish_every is None and config.eval.every % config.rollout.pull_every == 0
+
+
+def published_as_pulled(pull_every: int, groups_per_step: int, updates_per_batch: int, window: int, target: int) -> int:
+    """Steps between versions where no engine asks for those in between, whose proofs would take both sides their time.
+
+    1 where `target` does not allow one version more than the least, so that engines would wait for each.
+    """
+    least = least_target_policy_lag(groups_per_step, updates_per_batch, pull_every, window)
+    return pull_every if least + pull_every <= target else 1
 
 
 def window_of_a_batch(groups_per_step: int, updates_per_batch: int, publish_every: int, target: int) -> int:

@@ -91,7 +91,11 @@ class RolloutConfig(Section):
         description="what an engine gives back while the trainer has its devices: 1: its KV cache (and on a GPU it "
         "moves its weights to the CPU's memory); 2: KV cache and weights",
     )
-    pull_every: PositiveInt = Field(default=1, description="pull weights at most once every N published versions")
+    pull_every: PositiveInt = Field(
+        default=1,
+        description="pull weights at most once every N published versions (N optimizer steps, where "
+        "param_server.publish_every is null), unless a group needs newer ones",
+    )
     pull: Literal["newest", "oldest"] = Field(
         default="newest",
         description="which published version a pull takes: the newest or, to study lag, the oldest that "
@@ -222,7 +226,11 @@ RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10}
 class ParamServerConfig(Section):
     """How weights travel from the trainer to the engines."""
 
-    publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
+    publish_every: PositiveInt | None = Field(
+        default=None,
+        description="optimizer steps between published versions (null: rollout.pull_every, where lag bound and "
+        "evaluations leave room for it, else 1)",
+    )
     transport: str = Field(
         default="object_store",
         description="how weights travel: object_store (Ray's), files (a folder others may read), broadcast (from rank "

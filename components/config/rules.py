@@ -393,7 +393,7 @@ def pairs_fill_batches(config: Config) -> None:
 def staleness_is_possible(config: Config) -> None:
     """The least lag at which admission never deadlocks must fit within the target, and the target within the bound."""
     d = derive(config)
-    P, u, n = d.fresh_groups_per_batch, config.train.updates_per_batch, config.param_server.publish_every
+    P, u, n = d.fresh_groups_per_batch, config.train.updates_per_batch, d.publish_every
     if d.target_policy_lag > d.max_policy_lag:
         raise ConfigError(
             "staleness.target_policy_lag",
@@ -427,7 +427,7 @@ def staleness_is_possible(config: Config) -> None:
 
 
 def evaluations_meet_published_weights(config: Config) -> None:
-    every, n = config.eval.every, config.param_server.publish_every
+    every, n = config.eval.every, derive(config).publish_every
     if every % n:
         raise ConfigError(
             "eval.every",
@@ -623,9 +623,9 @@ def uses_fit_the_bound(config: Config) -> None:
     uses, stride = config.replay.max_uses, config.replay.cooldown + 1
     if uses == 1:
         return
-    d, u, n = derive(config), config.train.updates_per_batch, config.param_server.publish_every
+    d, u = derive(config), config.train.updates_per_batch
     later = u * stride * (uses - 1)
-    least = least_target_policy_lag(d.fresh_groups_per_batch, u, n, d.reorder_window)
+    least = least_target_policy_lag(d.fresh_groups_per_batch, u, d.publish_every, d.reorder_window)
     if d.first_use_policy_lag < least:
         raise ConfigError(
             "staleness.max_policy_lag",

@@ -15,7 +15,8 @@ class Audits:
     def __init__(self, config: Config, parts: Parts) -> None:
         self._parts = parts
         self._timeout_s = config.cluster.step_timeout_s
-        reach = derive(config).max_policy_lag + config.param_server.publish_every
+        numbers = derive(config)
+        reach = numbers.max_policy_lag + numbers.publish_every
         self._kept = KeptPublications(every=config.train.audit_every, reach=reach)
 
     def keep(self, publication: Publication) -> None:

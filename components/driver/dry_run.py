@@ -24,7 +24,7 @@ def check_plugins(config: Config) -> None:
     from ..transports.transport import Fetches, WeightTransport
 
     engine, transport = config.rollout.engine_name, config.param_server.transport
-    verbs = ("start", "generate", "load_weights", "score", "process_ids", "compute_threads", "shutdown")
+    verbs = ("start", "generate", "load_weights", "score", "process_ids", "shutdown")
     _check_verbs("rollout.engine.name", engine, verbs, "a class with the verbs of leeway.collector.engine.Engine")
     expected = "a class with the methods of leeway.transports.transport.WeightTransport, and open(settings)"
     methods = [name for kind in (Fetches, WeightTransport) for name in vars(kind) if callable(getattr(kind, name))]

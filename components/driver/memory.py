@@ -109,7 +109,7 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 
 def versions_kept(config: Config) -> int:
     """Versions of the weights that wait for engines at once, with the one that is being published."""
-    reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
+    reach = config.staleness.max_policy_lag + derive(config).publish_every + 1
     return (reach if config.rollout.pull == "oldest" else 1) + 1
 
 

@@ -150,6 +150,10 @@ class RLRun:
         self._metrics |= by_rank[0].metrics
         self.version += 1
 
+    def publishes(self, version: int) -> bool:
+        """Whether `version` is one that engines can pull: every n-th (`param_server.publish_every`), and the last."""
+        return version % self._numbers.publish_every == 0 or version == self.total_steps
+
     async def publish(self) -> None:
         """Hand the gathered weights out beside the next step; waits for the publication before it."""
         with self._clock.waiting("wait_for_publish"):

@@ -5,7 +5,8 @@ It takes seconds at the start of a run, however long its answers and large its b
 resumed run reuses the measurements of its first part.
 
 Each measurement has tasks of its own, as the run has: an engine that keeps prompts in its cache would not read one that
-it has just read.
+it has just read. Nor may it keep what others of earlier measurements began with: a run's engine forgets them with each
+version.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ async def _fastest(
     begun, found = time.monotonic(), []
     for _ in range(_REPEATS):
         tasks = list(itertools.islice(fresh, count))
+        forgetting = together(g.call(lambda actor: actor.forget_prompts.remote()) for g in parts.generators)
+        await _wait(config, parts, forgetting, "generators")
         found.append(await _timed_rollouts(config, parts, tasks, call_limit=call_limit))
         if time.monotonic() - begun > BUDGET_S:
             break

@@ -86,9 +86,6 @@ class AddressEngine:
     def process_ids(self) -> list[int]:
         return []
 
-    def compute_threads(self) -> list[int]:
-        return []
-
     def shutdown(self) -> None: ...
 
     def stage(self, *_: Any, **__: Any) -> NoReturn:

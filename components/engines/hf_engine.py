@@ -232,12 +232,6 @@ class HfEngine:
     def process_ids(self) -> list[int]:
         return []
 
-    def compute_threads(self) -> list[int]:
-        """Its own thread, and those that torch started from it: all that are on the engine's cores alone."""
-        own = set(self._settings.cores)
-        threads = [int(name) for name in os.listdir("/proc/self/task")] if own else []
-        return [thread for thread in threads if os.sched_getaffinity(thread) == own]
-
     def shutdown(self) -> None:
         self._commands.put(self._close)
         self._thread.join(CLOSE_S)

@@ -1,10 +1,11 @@
-"""Two calls that vLLM's engine core answers beside its own, so that nothing is waited for between a drain and the load.
+"""Calls that vLLM's engine core answers beside its own.
 
     stand_still   pause; answers when what is to finish has finished
     take_staged   then, in the engine's own turn: load what was staged, name the version, go on
+    add_groups    requests that were sent together, as if each had come alone
 
-Sent one after the other, without waiting: the engine would stand idle while its answer, and the next call, wait for a
-turn of a process that shares its core with others.
+The first two are sent one after the other, without waiting: the engine would stand idle while its answer, and the next
+call, wait for a turn of a process that shares its core with others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
-STAND_STILL, TAKE_STAGED = "leeway_stand_still", "leeway_take_staged"
+STAND_STILL, TAKE_STAGED, ADD_GROUPS = "leeway_stand_still", "leeway_take_staged", "leeway_add_groups"
 
 _PAUSES = "_leeway_pauses"
 
@@ -36,6 +37,23 @@ def add_calls() -> None:
 
     setattr(EngineCoreProc, STAND_STILL, _stand_still)
     setattr(EngineCoreProc, TAKE_STAGED, _take_staged)
+    setattr(EngineCoreProc, ADD_GROUPS, _add_groups)
+
+
+def _add_groups(core: EngineCoreProc, requests: list[Any]) -> None:
+    """`requests`: as they were decoded by someone who did not know their type."""
+    import msgspec
+    from vllm.v1.engine import EngineCoreRequest
+
+    for sent in requests:
+        request = msgspec.convert(sent, EngineCoreRequest)
+        try:
+            added, wave = core.preprocess_add_request(request)
+        except Exception:  # as vLLM does with one that comes alone: its client is told
+            core._handle_request_preproc_error(request)
+            continue
+        if not core._reject_add_in_shutdown(added):
+            core.add_request(added, wave)
 
 
 def _stand_still(core: EngineCoreProc, mode: str, clear_cache: bool) -> Future[None]:

@@ -33,6 +33,7 @@ from .shards import left_out
 from .vllm_blocks import block_size
 from .vllm_core import STAND_STILL, TAKE_STAGED
 from .vllm_groups import GROUP, PASS, Groups, Member, is_of_group
+from .vllm_sender import Sender
 from .vllm_versions import Versions, engine_arguments
 from .vllm_worker_env import MANIFEST
 
@@ -153,6 +154,7 @@ class VllmEngine:
         self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
         self.progress = Progress()
         self._groups = Groups(self._llm.engine_core.abort_requests_async)
+        self._sender = Sender(self._llm.engine_core, self._groups.fail)
         self._watch_passes()
         # Per request, on the processor that answers environments: a deep copy of these parameters would cost more than
         # all that is done with them.
@@ -254,7 +256,10 @@ class VllmEngine:
                 request_id, self._prompt(prompt_tokens), params, ("generate",), lora_request=adapter
             )
             self._llm._run_output_handler()
-            await self._llm.engine_core.add_request_async(request)
+            if self._num_copies > 1:  # vLLM chooses which
+                await self._llm.engine_core.add_request_async(request)
+            else:
+                self._sender.add(request)
 
         with self._under_way(request_id, len(prompt_tokens), params.n, clock=clock, version=version) as adapter:
             members = await self._groups.sample(
@@ -471,11 +476,12 @@ class VllmEngine:
                 raise manifest.error(check, detail if len(ranks) == 1 else f"rank {rank}: {detail}")
         return [result for result, _ in ranks]
 
+    async def forget_prompts(self) -> None:
+        with self._calling():
+            await self._llm.reset_prefix_cache()
+
     def process_ids(self) -> list[int]:
         return started_by(psutil.Process())
-
-    def compute_threads(self) -> list[int]:
-        return []
 
     def shutdown(self) -> None:
         self._llm.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ..config import Config
+from ..config import Config, derive
 from ..config.errors import ConfigError
 from ..config.tree import value_at
 
@@ -14,7 +14,6 @@ EQUAL = (
     "staleness.reorder_window",
     "train.groups_per_step",
     "train.updates_per_batch",
-    "param_server.publish_every",
     "algorithm.group_size",
     "rollout.temperature",
     "rollout.top_k",
@@ -29,6 +28,7 @@ EQUAL = (
 def must_be_equal(config: Config) -> dict[str, Any]:
     tree, sampled = config.model_dump(mode="json"), config.samplings
     return {key: value_at(tree, key) for key in EQUAL} | {
+        "param_server.publish_every": derive(config).publish_every,
         "algorithm.greedy_baseline": config.algorithm.greedy_baseline,
         "task.mix": {name: asdict(own) for name, own in sampled.by_taskset.items() if own != sampled.default},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config import Config, ConfigError, derive
+from ..config.derived import published_as_pulled, publishes_as_pulled
 from ..replay.admission import AdmissionRule
 from .lengths import Distribution
 
@@ -27,6 +28,7 @@ class Settings:
     updates_per_batch: int = 1  # u
     publish_every: int = 1  # n
     pull_every: int = 1
+    publishes_as_pulled: bool = False  # as far as the lag allows: `config.derived`
     in_flight: str = "recompute"
     max_groups_in_flight: int | None = None  # of one generator
 
@@ -47,6 +49,11 @@ class Settings:
         return self.rule.num_admissible(published=0)
 
     @property
+    def least_publish_every(self) -> int:
+        """With the smallest lags."""
+        return 1 if self.publishes_as_pulled else self.publish_every
+
+    @property
     def num_gpus(self) -> int:
         return self.generators * self.gpus_per_generator + self.trainers
 
@@ -60,7 +67,11 @@ class Settings:
         """The same settings with another bound. The target follows it, unless it was set lower on purpose."""
         aimed_lower = self.target_policy_lag < self.max_policy_lag
         target = min(self.target_policy_lag, max_policy_lag) if aimed_lower else max_policy_lag
-        return replace(self, max_policy_lag=max_policy_lag, target_policy_lag=target)
+        changed = replace(self, max_policy_lag=max_policy_lag, target_policy_lag=target)
+        if not self.publishes_as_pulled:
+            return changed
+        P, u, W = self.groups_per_step, self.updates_per_batch, self.reorder_window
+        return replace(changed, publish_every=published_as_pulled(self.pull_every, P, u, W, target))
 
     @classmethod
     def of(cls, config: Config) -> Settings:
@@ -84,8 +95,9 @@ class Settings:
             target_policy_lag=numbers.target_policy_lag,
             reorder_window=numbers.reorder_window,
             updates_per_batch=config.train.updates_per_batch,
-            publish_every=config.param_server.publish_every,
-            pull_every=config.rollout.pull_every * config.param_server.publish_every,
+            publish_every=numbers.publish_every,
+            pull_every=numbers.pull_every,
+            publishes_as_pulled=publishes_as_pulled(config),
             in_flight=config.staleness.in_flight,
             max_groups_in_flight=config.rollout.max_groups_in_flight,
         )

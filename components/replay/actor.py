@@ -168,7 +168,7 @@ class ReplayBufferActor(Watched):
             rule=AdmissionRule(
                 groups_per_batch=numbers.fresh_groups_per_batch,
                 updates_per_batch=train.updates_per_batch,
-                publish_every=config.param_server.publish_every,
+                publish_every=numbers.publish_every,
                 reorder_window=numbers.reorder_window,
                 target_lag=numbers.target_policy_lag,
                 max_lag=numbers.first_use_policy_lag,

@@ -130,7 +130,7 @@ def connect(
         }
         _start(options, timeout_s=config.cluster.start_timeout_s, fork_server=fork_server)
         if watch is not None:
-            for kind, pid in _own_processes():
+            for kind, pid in ray_processes():
                 watch.add("ray", [pid], what=f"{kind} process", kind=Kind.CLUSTER)
         return
     runtime_env = options.setdefault("runtime_env", {})
@@ -293,9 +293,11 @@ def _alone(deadline: float) -> Iterator[None]:
         yield
 
 
-def _own_processes() -> list[tuple[str, int]]:
-    """Kind and process id of Ray's own processes that a run needs."""
+def ray_processes() -> list[tuple[str, int]]:
+    """Kind and process id of Ray's own processes that a run needs, as far as this process has started them."""
     node: Any = ray_worker._global_node
+    if node is None:
+        return []
     return [
         (kind, info.process.pid)
         for kind, infos in node.all_processes.items()

@@ -456,8 +456,11 @@ class Cluster:
         on_gpu = self._config.cluster.device == "cuda"
         return (await self._room(role, cpus=number, gpus=number if on_gpu else 0, among=()))[1]
 
-    def keep_off_engines(self, process: dict[str, Any]) -> None:
+    def keep_off_engines(self, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
         """Ray knows how many CPUs are taken, and not which: parts without one float."""
+
+    def keep_driver_off_engines(self) -> None:
+        """As `keep_off_engines`."""
 
     async def close(self, grace_s: float) -> None:
         """The next stage of the run finds room."""

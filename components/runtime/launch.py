@@ -156,15 +156,15 @@ def calls_at_once(config: Config) -> int:
 
 def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
     """For this process; a trainer's rank is elsewhere, and puts its own host in."""
-    p, reach = config.param_server, config.staleness.max_policy_lag + config.param_server.publish_every
-    audited = reach + 1 if config.train.audit_every else 1
+    p, numbers = config.param_server, derive(config)
+    audited = numbers.max_policy_lag + numbers.publish_every + 1 if config.train.audit_every else 1
     options = dict(transport_options(config))
     if config.elsewhere is not None:
         options = {**options, "folder": str(Meeting(config.meeting_folder).weights)}
     return TransportSettings(
         name=p.transport,
         folder=run_dir,
-        keep=max(derive(config).versions_kept, audited),
+        keep=max(numbers.versions_kept, audited),
         options=options,
         delta=p.delta,
         timeout_s=config.cluster.step_timeout_s,
@@ -265,6 +265,7 @@ class Launcher:
         processes = await asyncio.gather(*(self._wait(s, f"trainer-{rank}") for rank, s in enumerate(starts)))
         for rank, process in enumerate(processes):
             self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
+            self._places.keep_off_engines(process, cores=self._ranks[rank].cores)
 
     async def _trainer_settings(self, place: Place, total_steps: int, canary: CanaryPrompts) -> TrainerSettings:
         config = await self._wait(place.localize(self._config), "trainer")
@@ -355,7 +356,8 @@ class Launcher:
         process = await actor.start.remote(config, **self._for_collectors())
         pids += [process["pid"], *process["engine_pids"]]
         self._started(role, actor, process, instead=instead)
-        self._places.keep_off_engines(process)
+        self._places.keep_off_engines(process, cores=place.cores)
+        self._places.keep_driver_off_engines()
         return process["name"]
 
     async def _lost_generator(self, name: str, cause: str) -> int:

@@ -15,6 +15,7 @@ from ..config import Config, Needs, derive
 from ..config.derived import devices_of_copy
 from ..config.engines import engine_kind
 from ..config.inputs import AuxiliaryModel
+from .cluster import ray_processes
 from .forks import FOR_ENGINE
 
 
@@ -51,8 +52,12 @@ class Places(Protocol):
 
     async def auxiliary(self, role: str, model: AuxiliaryModel) -> Place: ...
 
-    def keep_off_engines(self, process: dict[str, Any]) -> None:
-        """A part that has started: what it computes outside of its engine."""
+    def keep_off_engines(self, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
+        """A part that has started, but for those of its threads that are on exactly these `cores`: they compute."""
+        ...
+
+    def keep_driver_off_engines(self) -> None:
+        """This process too, and Ray's, until `close`: once all parts are there, for what these start inherits it."""
         ...
 
     async def close(self, grace_s: float) -> None:
@@ -103,6 +108,7 @@ class OwnMachine:
     def __init__(self, config: Config, recipe: Needs, run_dir: Path) -> None:
         self._cores = assign_cores(config, recipe)
         self._free, self._others = beside_engines(self._cores)
+        self._all, self._kept_off = sorted(os.sched_getaffinity(0)), list[int]()
         self._on_gpu = config.cluster.device == "cuda"
         self._loads_ahead = not self._on_gpu and engine_kind(config.rollout.engine_name).processes is not None
         self._run_dir = run_dir
@@ -121,17 +127,26 @@ class OwnMachine:
             options={"num_gpus": devices_of_copy(model) if self._on_gpu else 0}, cores=[], folder=self._run_dir
         )
 
-    def keep_off_engines(self, process: dict[str, Any]) -> None:
-        others, own = self._others, process.get("compute_threads", ())
-        if own and others and not self._free:
-            # One thread of a process has Python's lock at a time. A trainer's pass would have the core of the one that
-            # has it, and the engine would wait for both.
-            others = sorted(os.sched_getaffinity(own[0]))
-        if others:
-            keep_on(process["pid"], others, but=own)
+    def keep_off_engines(self, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
+        if not self._others:
+            return
+        computing = _threads_on(process["pid"], cores)
+        # One thread of a process has Python's lock at a time. A trainer's pass would have the core of the one that has
+        # it, and an engine in that process would wait for both.
+        beside = self._free or (cores if computing else self._others)
+        keep_on(process["pid"], beside, but=computing)
+
+    def keep_driver_off_engines(self) -> None:
+        if self._others:
+            self._kept_off = [os.getpid(), *(pid for _, pid in ray_processes())]
+        for pid in self._kept_off:
+            keep_on(pid, self._others)
 
     async def close(self, grace_s: float) -> None:
-        """The run's end removes what is here: see `footprint`."""
+        """The next stage may have all cores; the run's end removes what is here: see `footprint`."""
+        for pid in self._kept_off:
+            keep_on(pid, self._all)
+        self._kept_off = []
 
 
 def beside_engines(cores: Cores, available: list[int] | None = None) -> tuple[list[int], list[int]]:
@@ -159,6 +174,16 @@ def keep_on(pid: int, cores: Sequence[int], *, but: Sequence[int] = ()) -> None:
             continue
         with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(thread.name), cores)
+
+
+def _threads_on(pid: int, cores: Sequence[int]) -> list[int]:
+    """Ids of the threads of a process on this machine that are on exactly these cores."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.sched_getaffinity(int(thread.name)) == set(cores):
+                found.append(int(thread.name))
+    return found
 
 
 def _deal(cores: list[int], num_processes: int, per_process: int) -> list[list[int]]:

@@ -35,7 +35,7 @@ def lag_trials(config: Config) -> list[Trial]:
     """
     study, train = config.frontier, config.train
     least = least_target_policy_lag(
-        train.groups_per_step, train.updates_per_batch, config.param_server.publish_every, 1
+        train.groups_per_step, train.updates_per_batch, config.param_server.publish_every or 1, 1
     )
     lags = sorted({least if lag == "lockstep" else lag for lag in study.max_policy_lags})
     return [
@@ -84,7 +84,7 @@ def _trial(config: Config, *, lag: int, least: int, correction: str, seed: int) 
 
 def _eval_every(config: Config) -> int:
     """Steps between evaluations during the run: whole batches, and only published versions."""
-    train, n = config.train, config.param_server.publish_every
+    train, n = config.train, config.param_server.publish_every or 1
     if train.steps is None or config.frontier.evaluations == 1:
         return 0
     unit = train.updates_per_batch * n

@@ -122,21 +122,24 @@ def test_it_says_what_each_token_was_drawn_from(served: ServedByVllm, monkeypatc
 
 def test_a_group_is_one_message_and_so_is_a_pass(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the engine goes on with nothing of a group that was given up."""
+    from vllm.v1.engine import EngineCoreRequest
+
     engine, core, processor = served.engine, served.engine._llm.engine_core, served.engine._llm.output_processor
     served.recover()
     sent: list[str] = []
     records: list[list[str]] = []
-    add, process = core.add_request_async, processor.process_outputs
+    encode, process = core.encoder.encode, processor.process_outputs
 
-    async def add_request_async(request: Any) -> None:
-        sent.append(request.request_id)
-        await add(request)
+    def encoded(message: Any) -> Any:
+        if isinstance(message, EngineCoreRequest):
+            sent.append(message.request_id)
+        return encode(message)
 
     def process_outputs(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         records.extend(o.kv_transfer_params["members"] for o in outputs)
         return process(outputs, *args, **kwargs)
 
-    monkeypatch.setattr(core, "add_request_async", add_request_async)
+    monkeypatch.setattr(core.encoder, "encode", encoded)
     monkeypatch.setattr(processor, "process_outputs", process_outputs)
 
     async def ask(n: int, max_tokens: int) -> Any:
@@ -157,6 +160,60 @@ def test_a_group_is_one_message_and_so_is_a_pass(served: ServedByVllm, monkeypat
     assert len(records[-1]) == 8
     served.run(give_one_up())
     assert {name.rpartition("/")[0] for name in records[-1]} == {sent[-1]}
+
+
+def test_groups_that_begin_together_are_one_message_and_end_as_if_each_had_come_alone(
+    served: ServedByVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is given up before it has left: its end is told after its beginning."""
+    engine = served.engine
+    served.recover()
+    send, kinds = engine._sender._send, list[bytes]()
+
+    def sent(message: Any, target: Any) -> Any:
+        kinds.append(bytes(message[0]))
+        return send(message, target)
+
+    def ask(index: int) -> Any:
+        how: dict[str, Any] = dict(temperature=1.0, max_tokens=5, stop_token_ids=[], seed=index)
+        return engine.generate([50, 51 + index], n=3, **how)
+
+    async def together() -> list[Any]:
+        given_up = asyncio.ensure_future(ask(7))
+        others = [asyncio.ensure_future(ask(index)) for index in range(5)]
+        await asyncio.sleep(0)
+        assert not kinds, "all of this turn of the loop wait for its end"
+        given_up.cancel()
+        answers = await asyncio.gather(*others)
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        return answers
+
+    alone = [served.run(ask(index)) for index in range(5)]
+    monkeypatch.setattr(engine._sender, "_send", sent)
+    assert served.run(together()) == alone
+    added, aborted = kinds
+    assert (added, aborted) == (b"\x03", b"\x01"), "a call, then an abort"
+    assert served.run(ask(7)) != alone[0]
+    assert kinds[2:] == [b"\x00"], "one that comes alone is added as vLLM does"
+
+
+def test_what_the_engine_core_cannot_add_ends_the_groups_of_that_message(
+    served: ServedByVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served.engine
+    served.recover()
+
+    async def both(**how: Any) -> Any:
+        asked = (engine.generate([50, 51], n=2, temperature=1.0, stop_token_ids=[], **how) for _ in range(2))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    monkeypatch.setattr("leeway.engines.vllm_sender.ADD_GROUPS", "no_such_call")
+    failures = served.run(both(max_tokens=3))
+    assert len(failures) == 2
+    assert all("no_such_call" in str(failure) for failure in failures)
+    monkeypatch.undo()
+    assert [len(completions) for completions in served.run(both(max_tokens=3))] == [2, 2]
 
 
 def test_copies_of_a_model_share_a_group(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:

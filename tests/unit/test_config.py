@@ -313,6 +313,37 @@ def test_eval_every_meets_published_weights(minimal: str) -> None:
     assert "multiple of param_server.publish_every 2" in text
 
 
+@pytest.mark.parametrize(
+    ("overrides", "publish_every", "pull_every"),
+    [
+        (["staleness.max_policy_lag=4"], 1, 1),
+        (["staleness.max_policy_lag=4", "rollout.pull_every=2"], 2, 2),
+        (["staleness.max_policy_lag=3", "rollout.pull_every=2"], 2, 2),  # one more than the least, and a version more
+        (["staleness.max_policy_lag=2", "rollout.pull_every=2"], 1, 2),
+        (["staleness.max_policy_lag=0", "rollout.pull_every=2"], 1, 2),
+        (["staleness.max_policy_lag=9", "staleness.target_policy_lag=2", "rollout.pull_every=2"], 1, 2),
+        (["staleness.max_policy_lag=4", "staleness.reorder_window=200", "rollout.pull_every=2"], 1, 2),
+        (["staleness.max_policy_lag=9", "train.updates_per_batch=4", "rollout.pull_every=3"], 3, 3),
+        (["staleness.max_policy_lag=7", "train.updates_per_batch=4", "rollout.pull_every=3"], 1, 3),
+        (["staleness.max_policy_lag=4", "rollout.pull_every=2", "eval.path=e.jsonl", "eval.every=5"], 1, 2),
+        (["staleness.max_policy_lag=4", "rollout.pull_every=2", "eval.path=e.jsonl", "eval.every=6"], 2, 2),
+        (["staleness.max_policy_lag=9", "rollout.pull_every=2", "param_server.publish_every=3"], 3, 6),
+    ],
+)
+def test_what_no_engine_pulls_is_not_published_where_the_bound_leaves_room(
+    minimal: str, overrides: list[str], publish_every: int, pull_every: int
+) -> None:
+    d = derive(load_config(minimal, ["staleness.reorder_window=1", "train.steps=64", *overrides]))
+    assert (d.publish_every, d.pull_every) == (publish_every, pull_every)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "smollm2_135m", "gsm8k_qwen2_5_1_5b", "qwen2_5_3b_async_grpo"])
+@pytest.mark.parametrize("lag", range(8))
+def test_the_bound_alone_is_a_dial_of_bundled_configs(name: str, lag: int) -> None:
+    config = plan_run(name, "async_rl", [f"staleness.max_policy_lag={lag}"])[-1].config
+    assert derive(config).lockstep == (lag == 0)
+
+
 def test_a_users_module_is_found_but_not_imported(
     minimal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -706,7 +737,8 @@ def test_tensor_parallel_engines_count_their_gpus() -> None:
 
 def test_the_async_gsm8k_job() -> None:
     config, d = load_config("gsm8k_qwen2_5_1_5b"), derive(load_config("gsm8k_qwen2_5_1_5b"))
-    assert (config.param_server.publish_every, d.max_policy_lag, d.sequences_per_batch) == (10, 19, 512)
+    assert (d.publish_every, d.pull_every, d.max_policy_lag, d.sequences_per_batch) == (10, 10, 19, 512)
+    assert (config.param_server.publish_every, config.train.groups_per_step) == (None, 64)
 
 
 def test_quickstart_runs_on_a_small_machine() -> None:

@@ -1295,6 +1295,11 @@ def test_settings_that_both_must_share_are_refused_with_the_difference() -> None
     (other,) = plan_run("quickstart", "explore", ["rollout.temperature=0.7"])
     with pytest.raises(ConfigError, match=r"rollout\.temperature: got 0\.7, expected 1\.0 as in the train job"):
         check_fit(other.config, theirs)
+    (other,) = plan_run("quickstart", "explore", ["rollout.pull_every=1"])  # of which the interval of versions follows
+    with pytest.raises(ConfigError, match=r"publish_every: got 1, expected 2 .* set param_server\.publish_every=2"):
+        check_fit(other.config, theirs)
+    (other,) = plan_run("quickstart", "explore", ["rollout.pull_every=1", "param_server.publish_every=2"])
+    check_fit(other.config, theirs)
 
 
 def test_the_halves_of_a_run_meet_in_its_folder_and_each_has_its_own() -> None:

@@ -333,12 +333,11 @@ def test_an_adapter_takes_the_memory_of_the_slot_that_it_lies_in(model_path):
 
 
 def test_an_engine_holds_as_many_versions_as_the_bound_can_need():
-    hf = {"rollout.engine.name": "hf"}
+    hf = {"rollout.engine.name": "hf", "rollout.pull_every": 1}
     assert derive(config_of(**hf, **{"staleness.max_policy_lag": 2})).adapter_versions == 3
     assert derive(config_of(**hf, **{"staleness.max_policy_lag": 8})).adapter_versions == 9
-    assert (
-        derive(config_of(**hf, **{"staleness.max_policy_lag": 0, "param_server.publish_every": 1})).adapter_versions
-        == 2
-    )
+    assert derive(config_of(**hf, **{"staleness.max_policy_lag": 0})).adapter_versions == 2
+    every_second = {"staleness.max_policy_lag": 8, "rollout.pull_every": 2}
+    assert derive(config_of(**hf | every_second)).adapter_versions == 5, "no other is published"
     assert derive(config_of(**hf, **{"model.lora.max_versions": 6})).adapter_versions == 6
     assert derive(config_of(**hf)).seeded_requests

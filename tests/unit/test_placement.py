@@ -116,11 +116,32 @@ def test_a_collector_shares_cores_with_the_engine_in_its_process_unless_some_are
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         engine = int(process.stdout.readline())
-        machine.keep_off_engines({"pid": process.pid, "compute_threads": [engine]})
+        machine.keep_off_engines({"pid": process.pid}, cores=[two[0]])
         assert os.sched_getaffinity(process.pid) == {two[kept_on]}
         assert os.sched_getaffinity(engine) == {two[0]}
-        machine.keep_off_engines({"pid": process.pid, "compute_threads": []})  # its engine is another process
+        machine.keep_off_engines({"pid": process.pid}, cores=[99])  # its engine is another process
         assert os.sched_getaffinity(process.pid) == {two[1]}
+        process.kill()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_the_driver_and_ray_leave_the_engines_cores_until_the_stage_is_over(
+    is_pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.sched_getaffinity(0)
+    machine = OwnMachine(config_of(pin_cores=is_pinned), find_recipe("async_rl"), tmp_path)
+    others = set(machine._others) if is_pinned else own
+    assert (others < own) == is_pinned
+    with subprocess.Popen(["sleep", "600"]) as process:
+        monkeypatch.setattr("leeway.runtime.placement.ray_processes", lambda: [("raylet", process.pid)])
+        try:
+            machine.keep_driver_off_engines()
+            assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == others
+            machine.keep_driver_off_engines()  # another generator has started
+        finally:
+            asyncio.run(machine.close(1.0))
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == own
         process.kill()
 
 

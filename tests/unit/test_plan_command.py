@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from leeway.config import plan_run, run_yaml
+from leeway.config import derive, plan_run, run_yaml
 from leeway.config.errors import ConfigError
 from leeway.planning.advice import advice_after
 from leeway.planning.calibration import calibrate, open_run
@@ -112,8 +112,8 @@ def test_the_cost_of_a_version_is_found_whichever_steps_pay_for_it(run: Path) ->
     config, metrics = run / "config.yaml", run / "stages/async_rl/metrics.jsonl"
     assert calibrate(open_run(run)).publish_s == pytest.approx(0.02)
     text = config.read_text()
-    assert "publish_every: 1" in text
-    config.write_text(text.replace("publish_every: 1", "publish_every: 2"))
+    assert "publish_every: null" in text
+    config.write_text(text.replace("publish_every: null", "publish_every: 2"))
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     for row in rows:  # the copy in the step before it, the canary in the one behind
         if "step/publish_s" in row:
@@ -256,10 +256,11 @@ def test_plan_of_a_bundled_config_takes_its_settings_and_bounds_that_they_allow(
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     settings = said["as_it_is"]["settings"]
-    assert {p["settings"]["max_policy_lag"] for p in said["predictions"]} == {9, 19, 29, 49, 89}
+    assert {p["settings"]["max_policy_lag"] for p in said["predictions"]} == {0, 1, 2, 4, 8}
     config = plan_run("gsm8k_qwen2_5_1_5b", "async_rl")[-1].config
     assert settings["groups_per_step"] == config.train.groups_per_step
-    assert settings["publish_every"] == config.param_server.publish_every
+    assert settings["publish_every"] == derive(config).publish_every == 10
+    assert {p["settings"]["publish_every"] for p in said["predictions"]} == {1}, "smaller bounds leave no room for 10"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class FakeCollector:
     fails: str | None = None
     said_between = 0
     keeps_prompts = False
+    keeps_beginnings = False
     shares_rows = False
     fails_first_together = False
 
@@ -52,6 +53,7 @@ class FakeCollector:
         self.read: set[str] = set()
         self.failed: list[str] = []
         self.rollouts = SimpleNamespace(remote=self._rollouts)
+        self.forget_prompts = SimpleNamespace(remote=self._forget_prompts)
         self.generating_s = SimpleNamespace(remote=self._generating_s)
 
     async def _rollouts(
@@ -67,6 +69,8 @@ class FakeCollector:
         tokens = min(self.length, limit)
         self.asked.append((len(tasks), limit))
         known = self.read.intersection(t.task_id for t in tasks) if self.keeps_prompts else ()
+        if self.keeps_beginnings and len(tasks) > 1 and self.read:  # all prompts begin alike
+            known = {t.task_id for t in tasks}
         seconds = size * ((len(tasks) - len(known)) * PREFILL_S + len(tasks) * (tokens - 1) * TOKEN_S)
         self.read.update(t.task_id for t in tasks)
         if self.shares_rows:  # answers differ in their last tokens alone
@@ -76,6 +80,9 @@ class FakeCollector:
         self.generated_s += seconds
         self.clock.now += 100.0  # the environment thinks
         return [trajectory(tokens + self.said_between) for _ in tasks for _ in range(size)]
+
+    async def _forget_prompts(self) -> None:
+        self.read.clear()
 
     async def _generating_s(self) -> float:
         return self.generated_s
@@ -188,6 +195,16 @@ def test_a_prompt_that_an_engine_still_has_is_not_measured(monkeypatch: pytest.M
     """A run's prompts are new to its engine."""
     speeds, _, _ = measured(monkeypatch, settings(answers=answers), length=answers)
     monkeypatch.setattr(FakeCollector, "keeps_prompts", True)
+    assert measured(monkeypatch, settings(answers=answers), length=answers)[0] == speeds
+
+
+@pytest.mark.parametrize("answers", [8, 4096])
+def test_what_prompts_of_an_earlier_measurement_began_with_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    """As a run's engine does with each version that it loads."""
+    speeds, _, _ = measured(monkeypatch, settings(answers=answers), length=answers)
+    monkeypatch.setattr(FakeCollector, "keeps_beginnings", True)
     assert measured(monkeypatch, settings(answers=answers), length=answers)[0] == speeds
 
 

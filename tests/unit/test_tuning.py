@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from leeway.cli import tune as command
 from leeway.cli.main import app
-from leeway.config import Config, ConfigError, load_config, plan_run
+from leeway.config import Config, ConfigError, derive, load_config, plan_run
 from leeway.planning import tuning
 from leeway.planning.lengths import from_samples
 from leeway.planning.model import Calibration, Settings
@@ -263,7 +263,8 @@ def test_in_turns_no_keys_are_kept() -> None:
 
 
 def fewer_versions(*overrides: str, publish_s: float) -> list[Candidate]:
-    config = config_of("stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1", *overrides)
+    small = ("stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1", "rollout.pull_every=1")
+    config = config_of(*small, *overrides)
     found = candidates(config, replace(calibration(config), publish_s=publish_s), num_cores=2)
     return [candidate for candidate in found if tuning.PUBLISH_EVERY in candidate.overrides]
 
@@ -281,7 +282,12 @@ def test_fewer_versions_are_tried_where_one_costs_a_share_of_a_step_and_the_boun
     assert held_out.overrides == {tuning.PUBLISH_EVERY: 2}, "only published versions are evaluated"
     [again] = fewer_versions("staleness.max_policy_lag=6", "param_server.publish_every=2", publish_s=0.6)
     assert again.overrides[tuning.PUBLISH_EVERY] in (4, 6)
-    found, _ = tuned(Machine({"publish_every": 0.8}), config_of("staleness.max_policy_lag=4"), publish_s=1.0)
+    [pulled] = fewer_versions("staleness.max_policy_lag=6", "rollout.pull_every=2", publish_s=0.6)
+    assert pulled.overrides[tuning.PUBLISH_EVERY] in (4, 6)
+    changed = config_of("staleness.max_policy_lag=6", *(f"{key}={value}" for key, value in pulled.overrides.items()))
+    assert derive(changed).pull_every == pulled.overrides[tuning.PUBLISH_EVERY], "each of them is pulled"
+    each = config_of("staleness.max_policy_lag=4", "rollout.pull_every=1")
+    found, _ = tuned(Machine({"publish_every": 0.8}), each, publish_s=1.0)
     assert "within the same lag bound" in found.in_words()
 
 
@@ -289,7 +295,10 @@ def test_the_most_versions_that_save_enough_and_leave_every_schedule_possible_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = config_of(
-        "stages.async_rl.train.groups_per_step=8", "staleness.reorder_window=1", "staleness.max_policy_lag=2"
+        "stages.async_rl.train.groups_per_step=8",
+        "staleness.reorder_window=1",
+        "staleness.max_policy_lag=2",
+        "rollout.pull_every=1",
     )
     times = {1: 1.0, 2: 0.9625, 3: 0.95}
 
