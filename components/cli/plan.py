@@ -214,8 +214,8 @@ def answer(calibration: Calibration, grid: Grid) -> tuple[list[Prediction], Pred
 
 def _default_lags(base: Settings) -> list[int]:
     """In optimizer steps: a version is one step, unless several are published or trained at a time."""
-    u, n = base.updates_per_batch, base.least_publish_every
-    return [u + n - 2 + number * max(u, n) for number in DEFAULT_LAGS]
+    u, least = base.updates_per_batch, base.updates_per_batch + base.least_publish_every - 2
+    return [least + number * max(u, base.publish_every) for number in DEFAULT_LAGS]
 
 
 def _over_splits(

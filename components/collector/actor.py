@@ -77,7 +77,7 @@ class CollectorRun:
             self.transport,
             in_flight=config.staleness.in_flight,
             tolerance=numbers.served_tolerance,
-            pull_every=numbers.pull_every,
+            pull_every=rollout.pull_every,
             deadline_s=deadline_s,
             paused=lambda: clock.doing("pause"),
             on_quarantine=lambda error: self.collector.discard(str(error)),

@@ -32,7 +32,8 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Everything an engine is started with. `cores`: CPU cores for its compute threads (empty: not pinned).
+    """Everything an engine is started with. `cores`: CPU cores for its compute threads (empty: not pinned). One that
+    computes in its collector's process pins each of these threads to exactly `cores`: all others there are moved off.
 
     `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `head_dtype`: what the output head
     computes in (None: in `dtype`); an engine that cannot do that raises `Refused`. `initial_version`: that of the

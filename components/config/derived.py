@@ -29,7 +29,7 @@ class Derived:
     ends under the weights that it began with. `versions_kept`: the newest, or, if engines pull the oldest, all that a
     group may still start under. `adapter_versions`: the most that an engine holds at once, with `model.lora`.
     `shares_devices`: generators and trainer have the same CPUs and GPUs. `publish_every`: optimizer steps between
-    published versions. `pull_every`: the fewest between two that an engine pulls, unless a group needs a newer one.
+    published versions.
     """
 
     reorder_window: int
@@ -59,7 +59,6 @@ class Derived:
     adapter_versions: int
     shares_devices: bool
     publish_every: int
-    pull_every: int
 
     @property
     def cpus_needed(self) -> int:
@@ -84,7 +83,8 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     window = config.staleness.reorder_window
     n = config.param_server.publish_every
     if n is None:
-        n = published_as_pulled(rollout.pull_every, P, u, window or 1, target) if publishes_as_pulled(config) else 1
+        widest = window or (P if config.replay.chooses else 1)
+        n = published_as_pulled(rollout.pull_every, P, u, widest, target) if publishes_as_pulled(config) else 1
     if window is None:
         window = window_of_a_batch(P, u, n, target) if config.replay.chooses else 1
     num_batches = None if train.steps is None else train.steps // u
@@ -145,7 +145,6 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         shares_devices=cluster.shares_devices and recipe.is_online,
         served_tolerance=config.param_server.tolerance_in(config.model.dtype),
         publish_every=n,
-        pull_every=rollout.pull_every * (config.param_server.publish_every or 1),
     )
 
 

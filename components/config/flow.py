@@ -93,8 +93,7 @@ class RolloutConfig(Section):
     )
     pull_every: PositiveInt = Field(
         default=1,
-        description="pull weights at most once every N published versions (N optimizer steps, where "
-        "param_server.publish_every is null), unless a group needs newer ones",
+        description="pull weights at most once every N optimizer steps, unless a group needs newer ones",
     )
     pull: Literal["newest", "oldest"] = Field(
         default="newest",

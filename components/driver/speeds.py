@@ -5,8 +5,8 @@ It takes seconds at the start of a run, however long its answers and large its b
 resumed run reuses the measurements of its first part.
 
 Each measurement has tasks of its own, as the run has: an engine that keeps prompts in its cache would not read one that
-it has just read. Nor may it keep what others of earlier measurements began with: a run's engine forgets them with each
-version.
+it has just read. Where engines are kept full, they have just forgotten what other prompts began with, as they do with
+each version.
 """
 
 from __future__ import annotations
@@ -186,9 +186,7 @@ async def _fastest(
     begun, found = time.monotonic(), []
     for _ in range(_REPEATS):
         tasks = list(itertools.islice(fresh, count))
-        forgetting = together(g.call(lambda actor: actor.forget_prompts.remote()) for g in parts.generators)
-        await _wait(config, parts, forgetting, "generators")
-        found.append(await _timed_rollouts(config, parts, tasks, call_limit=call_limit))
+        found.append(await _timed_rollouts(config, parts, tasks, call_limit=call_limit, anew=True))
         if time.monotonic() - begun > BUDGET_S:
             break
     return min(found, key=s_per_token)
@@ -202,11 +200,16 @@ def _num_tokens(config: Config, trajectories: Sequence[Trajectory]) -> tuple[int
 
 
 async def _timed_rollouts(
-    config: Config, parts: Parts, tasks: Sequence[Task], *, call_limit: int
+    config: Config, parts: Parts, tasks: Sequence[Task], *, call_limit: int, anew: bool = False
 ) -> tuple[float, list[Trajectory]]:
-    """Seconds in which the busiest engine had a request: time in environments does not count."""
+    """Seconds in which the busiest engine had a request: time in environments does not count. `anew`: engines know
+    nothing of earlier prompts.
+    """
     temperature, group_size = config.rollout.temperature, _group_size(config)
     while True:
+        if anew:
+            forgetting = together(g.call(lambda actor: actor.forget_prompts.remote()) for g in parts.generators)
+            await _wait(config, parts, forgetting, "generators")
         left = parts.restarts.left
         begun = await _generating_s(config, parts)
         calls = [

@@ -94,7 +94,7 @@ def _lag(t: Theirs) -> Fate:
     ours: dict[str, Any] = {"param_server.publish_every": n}
     pulls = t.integer("synchronizer.explorer_sync_interval", n, least=1)
     if pulls > n:
-        ours["rollout.pull_every"] = pulls // n
+        ours["rollout.pull_every"] = pulls
     bound = t.get("algorithm.sample_strategy_args.max_staleness")
     if bound is not None:
         least = common.lag_of(1, 1, n)

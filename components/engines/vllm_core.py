@@ -40,20 +40,22 @@ def add_calls() -> None:
     setattr(EngineCoreProc, ADD_GROUPS, _add_groups)
 
 
-def _add_groups(core: EngineCoreProc, requests: list[Any]) -> None:
-    """`requests`: as they were decoded by someone who did not know their type."""
-    import msgspec
+def _add_groups(core: EngineCoreProc, requests: list[bytes]) -> None:
+    """Each of these, encoded as one that comes alone. Raises the first error, when all others have been added."""
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackDecoder
 
-    for sent in requests:
-        request = msgspec.convert(sent, EngineCoreRequest)
+    decoder = MsgpackDecoder(EngineCoreRequest)
+    failed: Exception | None = None
+    for encoded in requests:
         try:
-            added, wave = core.preprocess_add_request(request)
-        except Exception:  # as vLLM does with one that comes alone: its client is told
-            core._handle_request_preproc_error(request)
-            continue
-        if not core._reject_add_in_shutdown(added):
-            core.add_request(added, wave)
+            added, wave = core.preprocess_add_request(decoder.decode(encoded))
+            if not core._reject_add_in_shutdown(added):
+                core.add_request(added, wave)
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _stand_still(core: EngineCoreProc, mode: str, clear_cache: bool) -> Future[None]:

@@ -7,7 +7,7 @@ process is `vllm_scheduler.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class _Group:
         self.heard = heard
         self.members = [Member(i) for i in range(n)]
         self.num_left = n
+        self.may_go_on = False  # in the engine, though nobody waits for it
         self.ended: asyncio.Future[list[Member]] = asyncio.get_running_loop().create_future()
 
     def end(self, member: Member, reason: str) -> None:
@@ -95,7 +96,7 @@ class Groups:
             await send()
             return await group.ended
         except BaseException:
-            if not group.ended.done() or group.ended.cancelled():
+            if not group.ended.done() or group.ended.cancelled() or group.may_go_on:
                 await self._abort([request_id])
             raise
         finally:
@@ -153,8 +154,10 @@ class Groups:
         for name in own:
             self.ended(name, "abort")
 
-    def fail(self, error: Exception) -> None:
-        """The engine is lost: everyone who waits is told."""
-        for group in self._groups.values():
-            if not group.ended.done():
+    def fail(self, error: Exception, request_ids: Iterable[str] | None = None) -> None:
+        """Everyone who waits for these is told; None: the engine is lost, and all are."""
+        for name in self._groups if request_ids is None else request_ids:
+            group = self._groups.get(name)
+            if group is not None and not group.ended.done():
+                group.may_go_on = request_ids is not None
                 group.ended.set_exception(error)

@@ -27,8 +27,10 @@ EQUAL = (
 
 def must_be_equal(config: Config) -> dict[str, Any]:
     tree, sampled = config.model_dump(mode="json"), config.samplings
+    written = config.param_server.publish_every
     return {key: value_at(tree, key) for key in EQUAL} | {
-        "param_server.publish_every": derive(config).publish_every,
+        # Of adapters an engine holds as many versions as are published within the bound.
+        "param_server.publish_every": derive(config).publish_every if config.model.lora else written,
         "algorithm.greedy_baseline": config.algorithm.greedy_baseline,
         "task.mix": {name: asdict(own) for name, own in sampled.by_taskset.items() if own != sampled.default},
     }
@@ -38,6 +40,5 @@ def check_fit(config: Config, theirs: dict[str, Any]) -> None:
     """Raises a ConfigError for the first setting that is not as in the train job."""
     for key, own in must_be_equal(config).items():
         if key in theirs and theirs[key] != own:
-            raise ConfigError(
-                key, got=own, expected=f"{theirs[key]} as in the train job", fix=f"set {key}={theirs[key]}"
-            )
+            wanted = "null" if theirs[key] is None else theirs[key]
+            raise ConfigError(key, got=own, expected=f"{wanted} as in the train job", fix=f"set {key}={wanted}")

@@ -158,8 +158,7 @@ def _trainer_waits_elsewhere(s: Shares, name: str, frac: float, known: Mapping[s
 
 def _publishing_is_slow(s: Shares, known: Mapping[str, Any]) -> bool:
     """Slots become free when a version is published: most of each step passes until it is."""
-    given = (_number(known.get(key)) for key in ("param_server.publish_every", "rollout.pull_every"))
-    every = next((number for number in given if number), 1.0)
+    every = _number(known.get("param_server.publish_every")) or 1.0
     return bool(s.step_s) and s.publish_s > 0.5 * s.step_s * every and s.trainer_works < 0.5
 
 

@@ -67,11 +67,18 @@ class Settings:
         """The same settings with another bound. The target follows it, unless it was set lower on purpose."""
         aimed_lower = self.target_policy_lag < self.max_policy_lag
         target = min(self.target_policy_lag, max_policy_lag) if aimed_lower else max_policy_lag
-        changed = replace(self, max_policy_lag=max_policy_lag, target_policy_lag=target)
+        return replace(self, max_policy_lag=max_policy_lag, target_policy_lag=target)._published()
+
+    def with_window(self, reorder_window: int) -> Settings:
+        """The same settings with another window."""
+        return replace(self, reorder_window=reorder_window)._published()
+
+    def _published(self) -> Settings:
+        """As often as a run with this bound and window publishes."""
         if not self.publishes_as_pulled:
-            return changed
-        P, u, W = self.groups_per_step, self.updates_per_batch, self.reorder_window
-        return replace(changed, publish_every=published_as_pulled(self.pull_every, P, u, W, target))
+            return self
+        P, u, W, T = self.groups_per_step, self.updates_per_batch, self.reorder_window, self.target_policy_lag
+        return replace(self, publish_every=published_as_pulled(self.pull_every, P, u, W, T))
 
     @classmethod
     def of(cls, config: Config) -> Settings:
@@ -96,7 +103,7 @@ class Settings:
             reorder_window=numbers.reorder_window,
             updates_per_batch=config.train.updates_per_batch,
             publish_every=numbers.publish_every,
-            pull_every=numbers.pull_every,
+            pull_every=config.rollout.pull_every,
             publishes_as_pulled=publishes_as_pulled(config),
             in_flight=config.staleness.in_flight,
             max_groups_in_flight=config.rollout.max_groups_in_flight,

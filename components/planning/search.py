@@ -19,10 +19,10 @@ WORTH_IT = 0.05
 def fitting(settings: Settings) -> Settings | None:
     """The same settings with the widest window, up to their own, that the admission rule allows; None if none is."""
     s = settings
-    overtaken = (s.target_policy_lag + 2 - s.publish_every) // s.updates_per_batch - 1
+    overtaken = (s.target_policy_lag + 2 - s.least_publish_every) // s.updates_per_batch - 1
     if overtaken < 0 or s.target_policy_lag > s.max_policy_lag:
         return None
-    return replace(s, reorder_window=min(s.reorder_window, overtaken * s.groups_per_step + 1))
+    return s.with_window(min(s.reorder_window, overtaken * s.groups_per_step + 1))
 
 
 def variants(
@@ -160,7 +160,7 @@ def _single_changes(own: Settings) -> list[tuple[str, Settings]]:
     found: dict[Settings, str] = {}
     P, L = own.groups_per_step, own.max_policy_lag
     for window in sorted({1, max(1, P // 4), P} - {own.reorder_window}):
-        found[replace(own, reorder_window=window)] = f"staleness.reorder_window={window}"
+        found[own.with_window(window)] = f"staleness.reorder_window={window}"
     for lag in (L + 1, 2 * L + 2):
         found[own.with_lag(lag)] = f"staleness.max_policy_lag={lag}"
     k = own.gpus_per_generator

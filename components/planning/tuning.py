@@ -140,12 +140,9 @@ def _publications(config: Config, c: Calibration, schedules: Sequence[Candidate]
     is and with any of `schedules`, on top of which they may be tried.
     """
     now_s = predict(c, c.settings, events=_EVENTS).step_s
-    # Without publish_every, pull_every counts optimizer steps; with it, it would count these versions.
-    pulls = {"rollout.pull_every": 1} if config.param_server.publish_every is None else {}
-    pulls = pulls if config.rollout.pull_every > 1 else {}
     found: dict[int, float] = {}
     for times in FEWER_VERSIONS:
-        fewer = {PUBLISH_EVERY: derive(config).publish_every * times, **pulls}
+        fewer = {PUBLISH_EVERY: derive(config).publish_every * times}
         if all(_is_taken(_changed(config, {**s.overrides, **fewer})) for s in (Candidate({}, ""), *schedules)):
             step_s = predict(c, Settings.of(_changed(config, fewer)), events=_EVENTS).step_s
             if step_s <= now_s * (1 - WORTH_IT):
@@ -153,7 +150,7 @@ def _publications(config: Config, c: Calibration, schedules: Sequence[Candidate]
     if not found:
         return []
     every = min(n for n, step_s in found.items() if step_s <= min(found.values()) * 1.02)
-    return [Candidate({PUBLISH_EVERY: every, **pulls}, "fewer versions, by simulation", found[every])]
+    return [Candidate({PUBLISH_EVERY: every}, "fewer versions, by simulation", found[every])]
 
 
 def _changed(config: Config, overrides: Mapping[str, Any]) -> Config:

@@ -57,7 +57,9 @@ class Places(Protocol):
         ...
 
     def keep_driver_off_engines(self) -> None:
-        """This process too, and Ray's, until `close`: once all parts are there, for what these start inherits it."""
+        """This process too, and Ray's, until `close`. It may be the trainer: it keeps trainers' cores. A part that is
+        started later inherits them, and chooses its own.
+        """
         ...
 
     async def close(self, grace_s: float) -> None:
@@ -109,6 +111,7 @@ class OwnMachine:
         self._cores = assign_cores(config, recipe)
         self._free, self._others = beside_engines(self._cores)
         self._all, self._kept_off = sorted(os.sched_getaffinity(0)), list[int]()
+        self._of_no_engine = sorted(set(self._all).difference(*self._cores.engines)) if self._others else []
         self._on_gpu = config.cluster.device == "cuda"
         self._loads_ahead = not self._on_gpu and engine_kind(config.rollout.engine_name).processes is not None
         self._run_dir = run_dir
@@ -137,10 +140,10 @@ class OwnMachine:
         keep_on(process["pid"], beside, but=computing)
 
     def keep_driver_off_engines(self) -> None:
-        if self._others:
+        if self._of_no_engine:
             self._kept_off = [os.getpid(), *(pid for _, pid in ray_processes())]
         for pid in self._kept_off:
-            keep_on(pid, self._others)
+            keep_on(pid, self._of_no_engine)
 
     async def close(self, grace_s: float) -> None:
         """The next stage may have all cores; the run's end removes what is here: see `footprint`."""

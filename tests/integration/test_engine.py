@@ -216,6 +216,53 @@ def test_what_the_engine_core_cannot_add_ends_the_groups_of_that_message(
     assert [len(completions) for completions in served.run(both(max_tokens=3))] == [2, 2]
 
 
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_a_request_that_is_never_added_fails_beside_one_that_goes_on(
+    served: ServedByVllm, monkeypatch: pytest.MonkeyPatch, is_encoded: bool
+) -> None:
+    """Encoded, but not to be read there, it takes those of its message along: nothing is left of them in the engine."""
+    engine = served.engine
+    served.recover()
+    encoder, how = engine._llm.engine_core.encoder, dict[str, Any](n=2, temperature=1.0, stop_token_ids=[], seed=3)
+    encode, fails_with = encoder.encode, 53 if is_encoded else np.int64(53)
+
+    def encoded(message: Any) -> Any:
+        frames = encode(message)
+        is_broken = getattr(message, "prompt_token_ids", None) == [50, 53]
+        return [b"\xc1"] if is_broken and is_encoded else frames
+
+    processor, passes = engine._llm.output_processor, list[Any]()
+    process = processor.process_outputs
+
+    def process_outputs(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        passes.extend(outputs)
+        return process(outputs, *args, **kwargs)
+
+    async def all_three() -> list[Any]:
+        begun = asyncio.Event()
+        first = engine.generate([50, 51], max_tokens=40, heard=lambda *_: begun.set(), **how)
+        under_way = asyncio.ensure_future(first)
+        await begun.wait()
+        others = (engine.generate([50, last], max_tokens=150, **how) for last in (52, fails_with))
+        return await asyncio.gather(under_way, *others, return_exceptions=True)
+
+    async def passes_to_come() -> int:
+        await asyncio.sleep(0.1)
+        passes.clear()
+        await asyncio.sleep(0.2)
+        return len(passes)
+
+    monkeypatch.setattr(encoder, "encode", encoded)
+    monkeypatch.setattr(processor, "process_outputs", process_outputs)
+    under_way, with_it, failed = served.run(all_three())
+    assert [len(c.tokens) for c in under_way] == [40, 40]
+    assert isinstance(failed, Exception)
+    assert isinstance(with_it, Exception) == is_encoded
+    assert not engine._groups._groups
+    assert not engine._groups._members
+    assert served.run(passes_to_come()) == 0
+
+
 def test_copies_of_a_model_share_a_group(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each completion goes to a copy of its own choice, and is what it would be among the others."""
     engine, sent, heard = served.engine, list[str](), dict[int, list[int]]()

@@ -314,27 +314,36 @@ def test_eval_every_meets_published_weights(minimal: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "publish_every", "pull_every"),
+    ("overrides", "publish_every"),
     [
-        (["staleness.max_policy_lag=4"], 1, 1),
-        (["staleness.max_policy_lag=4", "rollout.pull_every=2"], 2, 2),
-        (["staleness.max_policy_lag=3", "rollout.pull_every=2"], 2, 2),  # one more than the least, and a version more
-        (["staleness.max_policy_lag=2", "rollout.pull_every=2"], 1, 2),
-        (["staleness.max_policy_lag=0", "rollout.pull_every=2"], 1, 2),
-        (["staleness.max_policy_lag=9", "staleness.target_policy_lag=2", "rollout.pull_every=2"], 1, 2),
-        (["staleness.max_policy_lag=4", "staleness.reorder_window=200", "rollout.pull_every=2"], 1, 2),
-        (["staleness.max_policy_lag=9", "train.updates_per_batch=4", "rollout.pull_every=3"], 3, 3),
-        (["staleness.max_policy_lag=7", "train.updates_per_batch=4", "rollout.pull_every=3"], 1, 3),
-        (["staleness.max_policy_lag=4", "rollout.pull_every=2", "eval.path=e.jsonl", "eval.every=5"], 1, 2),
-        (["staleness.max_policy_lag=4", "rollout.pull_every=2", "eval.path=e.jsonl", "eval.every=6"], 2, 2),
-        (["staleness.max_policy_lag=9", "rollout.pull_every=2", "param_server.publish_every=3"], 3, 6),
+        (["staleness.max_policy_lag=4", "rollout.pull_every=1"], 1),
+        (["staleness.max_policy_lag=4"], 2),
+        (["staleness.max_policy_lag=3"], 2),  # one more than the least, and a version more
+        (["staleness.max_policy_lag=2"], 1),
+        (["staleness.max_policy_lag=0"], 1),
+        (["staleness.max_policy_lag=9", "staleness.target_policy_lag=2"], 1),
+        (["staleness.max_policy_lag=4", "staleness.reorder_window=200"], 1),
+        (["staleness.max_policy_lag=9", "train.updates_per_batch=4", "rollout.pull_every=3"], 3),
+        (["staleness.max_policy_lag=7", "train.updates_per_batch=4", "rollout.pull_every=3"], 1),
+        (["staleness.max_policy_lag=4", "eval.path=e.jsonl", "eval.every=5"], 1),
+        (["staleness.max_policy_lag=4", "eval.path=e.jsonl", "eval.every=6"], 2),
+        (["staleness.max_policy_lag=9", "param_server.publish_every=3"], 3),
     ],
 )
 def test_what_no_engine_pulls_is_not_published_where_the_bound_leaves_room(
-    minimal: str, overrides: list[str], publish_every: int, pull_every: int
+    minimal: str, overrides: list[str], publish_every: int
 ) -> None:
-    d = derive(load_config(minimal, ["staleness.reorder_window=1", "train.steps=64", *overrides]))
-    assert (d.publish_every, d.pull_every) == (publish_every, pull_every)
+    settings = ["staleness.reorder_window=1", "train.steps=64", "rollout.pull_every=2", *overrides]
+    assert derive(load_config(minimal, settings)).publish_every == publish_every
+
+
+@pytest.mark.parametrize("lag", [7, 10])
+def test_a_window_to_choose_from_matters_more_than_fewer_versions(minimal: str, lag: int) -> None:
+    chooses = ["staleness.reorder_window=null", "replay.sampling=priority", "staleness.in_flight=recompute"]
+    settings = [f"staleness.max_policy_lag={lag}", "train.updates_per_batch=4", "train.steps=64", *chooses]
+    each, fewer = (derive(load_config(minimal, [*settings, f"rollout.pull_every={n}"])) for n in (1, 2))
+    assert each.reorder_window == fewer.reorder_window
+    assert fewer.publish_every == (2 if lag == 10 else 1)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2_135m", "gsm8k_qwen2_5_1_5b", "qwen2_5_3b_async_grpo"])
@@ -737,7 +746,7 @@ def test_tensor_parallel_engines_count_their_gpus() -> None:
 
 def test_the_async_gsm8k_job() -> None:
     config, d = load_config("gsm8k_qwen2_5_1_5b"), derive(load_config("gsm8k_qwen2_5_1_5b"))
-    assert (d.publish_every, d.pull_every, d.max_policy_lag, d.sequences_per_batch) == (10, 10, 19, 512)
+    assert (d.publish_every, d.max_policy_lag, d.sequences_per_batch) == (10, 19, 512)
     assert (config.param_server.publish_every, config.train.groups_per_step) == (None, 64)
 
 

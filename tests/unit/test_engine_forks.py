@@ -179,7 +179,7 @@ def test_a_process_of_an_engine_is_a_fork_that_has_loaded_what_engines_load(mach
 
 
 def test_a_worker_with_an_engine_is_forked_of_the_same_server(machine: Machine) -> None:
-    worker = machine.worker("0", OF_ENGINES="set")
+    worker = machine.worker("wait", OF_ENGINES="set")  # it must be there to be looked at
     report = machine.report(worker)
     assert report["loaded_here"]
     engines, own = psutil.Process(report["parent"]), psutil.Process(report["own"])

@@ -1295,11 +1295,20 @@ def test_settings_that_both_must_share_are_refused_with_the_difference() -> None
     (other,) = plan_run("quickstart", "explore", ["rollout.temperature=0.7"])
     with pytest.raises(ConfigError, match=r"rollout\.temperature: got 0\.7, expected 1\.0 as in the train job"):
         check_fit(other.config, theirs)
-    (other,) = plan_run("quickstart", "explore", ["rollout.pull_every=1"])  # of which the interval of versions follows
-    with pytest.raises(ConfigError, match=r"publish_every: got 1, expected 2 .* set param_server\.publish_every=2"):
+    (other,) = plan_run("quickstart", "explore", ["param_server.publish_every=2"])
+    with pytest.raises(ConfigError, match=r"publish_every: got 2, expected null as in the train job"):
         check_fit(other.config, theirs)
-    (other,) = plan_run("quickstart", "explore", ["rollout.pull_every=1", "param_server.publish_every=2"])
-    check_fit(other.config, theirs)
+    for own in ("rollout.pull_every=1", "staleness.target_policy_lag=2"):  # each job's own
+        (other,) = plan_run("quickstart", "explore", [own])
+        check_fit(other.config, theirs)
+
+
+def test_jobs_that_serve_adapters_agree_on_how_often_one_is_published() -> None:
+    lora = ["model.lora.rank=8", "rollout.engine.name=hf"]
+    (*_, train) = plan_run("quickstart", "train", lora)
+    (other,) = plan_run("quickstart", "explore", [*lora, "rollout.pull_every=1"])
+    with pytest.raises(ConfigError, match=r"publish_every: got 1, expected 2 .* set param_server\.publish_every=2"):
+        check_fit(other.config, must_be_equal(train.config))
 
 
 def test_the_halves_of_a_run_meet_in_its_folder_and_each_has_its_own() -> None:

@@ -145,6 +145,18 @@ def test_the_driver_and_ray_leave_the_engines_cores_until_the_stage_is_over(
         process.kill()
 
 
+def test_a_driver_that_trains_keeps_the_trainers_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though others have a core of their own."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    machine = OwnMachine(config_of(), find_recipe("async_rl"), tmp_path)
+    assert (machine._others, machine._cores.trainers) == ([1, 2], [[3]])
+    moved: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr("leeway.runtime.placement.keep_on", lambda pid, cores: moved.append((pid, list(cores))))
+    monkeypatch.setattr("leeway.runtime.placement.ray_processes", lambda: [("raylet", 7)])
+    machine.keep_driver_off_engines()
+    assert moved == [(os.getpid(), [1, 2, 3]), (7, [1, 2, 3])]
+
+
 @pytest.mark.parametrize(
     ("engine", "device", "ahead"), [("vllm", "cpu", True), ("hf", "cpu", False), ("vllm", "cuda", False)]
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from leeway.config import plan_run
 from leeway.planning import lengths
 from leeway.planning.engine_model import Chunk, SimulatedEngine
 from leeway.planning.lengths import Distribution
@@ -303,3 +304,16 @@ def test_advice_names_the_change_that_helps_or_that_none_does() -> None:
 def test_advice_moves_devices_to_the_side_that_needs_them() -> None:
     settings = replace(job().settings, generators=2, trainers=6, groups_per_step=32).with_lag(4)
     assert advise(job(settings=settings), events=2_000).startswith("rollout.num_generators=")
+
+
+@pytest.mark.parametrize("lag", [2, 3, 4, 6, 9])
+@pytest.mark.parametrize("window", [1, 4, 30])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_plan_publishes_as_a_run_with_its_bound_and_window_does(lag: int, window: int, updates: int) -> None:
+    pulls = ["stages.sft=null", "rollout.pull_every=2", "stages.async_rl.train.groups_per_step=8"]
+    pulls += [f"train.updates_per_batch={updates}"]
+    [base] = plan_run("quickstart", "async_rl", [*pulls, "staleness.max_policy_lag=9"])
+    for planned in variants(Settings.of(base.config), lags=[lag], windows=[window], splits=[(1, 1)]):
+        own = [f"staleness.max_policy_lag={lag}", f"staleness.reorder_window={planned.reorder_window}"]
+        [run] = plan_run("quickstart", "async_rl", [*pulls, *own])
+        assert planned == Settings.of(run.config)

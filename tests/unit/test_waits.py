@@ -50,14 +50,6 @@ def test_a_planted_bottleneck_is_named(planted: Any, setting: str, says: str) ->
     assert wait.setting == setting
 
 
-@pytest.mark.parametrize(("settings", "is_slow"), [({}, True), ({"rollout.pull_every": 2}, False)])
-def test_what_a_version_may_take_follows_from_how_often_one_is_published(settings: Any, is_slow: bool) -> None:
-    rows = steps(wait_for_batch=0.6, wait_for_slot=0.6, publish_s=0.9)
-    wait = who_waits(rows, SETTINGS | {"param_server.publish_every": None} | settings)
-    assert wait is not None
-    assert (wait.setting == "param_server.publish_every") == is_slow
-
-
 def test_an_environment_is_slow_though_some_group_is_always_at_the_engine() -> None:
     rows = steps(wait_for_batch=0.8, generate=0.5, environment=0.1, step_s=5.0)
     for row in rows:
