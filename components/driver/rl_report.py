@@ -119,6 +119,7 @@ class Reporter:
         self._training = False
         self._memory = MemoryMeter()
         self._looked_at_memory = float("-inf")
+        self._are_left_alone = False
         self._running: asyncio.Task[None] | None = None
 
     async def put(self, report: StepReport | None) -> None:
@@ -193,6 +194,7 @@ class Reporter:
                     generators=len(self._parts.generators) / num_measured,
                     step_s=step_s,
                 )
+                self._leave_engines_alone(metrics)
             metrics["train/tokens_per_s"] = batch["train/response_tokens/total"] / updates / step_s
             if report.begins_batch:
                 metrics |= batch
@@ -203,6 +205,16 @@ class Reporter:
                 self._warn(warning)
             await self.collect_stats(report.step)
         self._training = False
+
+    def _leave_engines_alone(self, metrics: Mapping[str, float]) -> None:
+        """Once a step has shown that the trainer needs half of an engine's time or less: its core has room then. Where
+        it is the slower side, uploads and fetches would wait for its passes instead.
+        """
+        if self._are_left_alone or metrics["limit/train_s"] > metrics["limit/generate_s"] / 2:
+            return
+        self._are_left_alone = True
+        ranks = range(len(self._parts.trainers))
+        self._parts.places.leave_engines_alone([self._parts.processes[f"trainer-{rank}"] for rank in ranks])
 
     async def collect_stats(self, step: int | None = None) -> dict[str, float]:
         """Log what the collectors did since the last call; without a `step`: before the first step."""

@@ -459,7 +459,7 @@ class Cluster:
     def keep_off_engines(self, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
         """Ray knows how many CPUs are taken, and not which: parts without one float."""
 
-    def keep_driver_off_engines(self) -> None:
+    def leave_engines_alone(self, trainers: Sequence[dict[str, Any]]) -> None:
         """As `keep_off_engines`."""
 
     async def close(self, grace_s: float) -> None:

@@ -265,7 +265,6 @@ class Launcher:
         processes = await asyncio.gather(*(self._wait(s, f"trainer-{rank}") for rank, s in enumerate(starts)))
         for rank, process in enumerate(processes):
             self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
-            self._places.keep_off_engines(process, cores=self._ranks[rank].cores)
 
     async def _trainer_settings(self, place: Place, total_steps: int, canary: CanaryPrompts) -> TrainerSettings:
         config = await self._wait(place.localize(self._config), "trainer")
@@ -357,7 +356,6 @@ class Launcher:
         pids += [process["pid"], *process["engine_pids"]]
         self._started(role, actor, process, instead=instead)
         self._places.keep_off_engines(process, cores=place.cores)
-        self._places.keep_driver_off_engines()
         return process["name"]
 
     async def _lost_generator(self, name: str, cause: str) -> int:

@@ -56,9 +56,9 @@ class Places(Protocol):
         """A part that has started, but for those of its threads that are on exactly these `cores`: they compute."""
         ...
 
-    def keep_driver_off_engines(self) -> None:
-        """This process too, and Ray's, until `close`. It may be the trainer: it keeps trainers' cores. A part that is
-        started later inherits them, and chooses its own.
+    def leave_engines_alone(self, trainers: Sequence[dict[str, Any]]) -> None:
+        """Trainers, where engines are the slower side by far: what these processes do beside computing, this process
+        and Ray's leave the engines' cores, until `close`. What is started later inherits that, and chooses its own.
         """
         ...
 
@@ -139,9 +139,12 @@ class OwnMachine:
         beside = self._free or (cores if computing else self._others)
         keep_on(process["pid"], beside, but=computing)
 
-    def keep_driver_off_engines(self) -> None:
-        if self._of_no_engine:
-            self._kept_off = [os.getpid(), *(pid for _, pid in ray_processes())]
+    def leave_engines_alone(self, trainers: Sequence[dict[str, Any]]) -> None:
+        if not self._of_no_engine:
+            return
+        for process, cores in zip(trainers, self._cores.trainers, strict=True):
+            keep_on(process["pid"], self._of_no_engine, but=_threads_on(process["pid"], cores))
+        self._kept_off = [os.getpid(), *(pid for _, pid in ray_processes())]
         for pid in self._kept_off:
             keep_on(pid, self._of_no_engine)
 

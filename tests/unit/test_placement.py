@@ -131,30 +131,41 @@ def test_the_driver_and_ray_leave_the_engines_cores_until_the_stage_is_over(
 ) -> None:
     own = os.sched_getaffinity(0)
     machine = OwnMachine(config_of(pin_cores=is_pinned), find_recipe("async_rl"), tmp_path)
-    others = set(machine._others) if is_pinned else own
+    others = own.difference(*machine._cores.engines) if is_pinned else own
     assert (others < own) == is_pinned
-    with subprocess.Popen(["sleep", "600"]) as process:
-        monkeypatch.setattr("leeway.runtime.placement.ray_processes", lambda: [("raylet", process.pid)])
+    sleeps = ["sleep", "600"]
+    with subprocess.Popen(sleeps) as raylet, subprocess.Popen(sleeps) as trainer:
+        monkeypatch.setattr("leeway.runtime.placement.ray_processes", lambda: [("raylet", raylet.pid)])
         try:
-            machine.keep_driver_off_engines()
-            assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == others
-            machine.keep_driver_off_engines()  # another generator has started
+            machine.leave_engines_alone([{"pid": trainer.pid}])
+            for pid in (0, raylet.pid, trainer.pid):
+                assert os.sched_getaffinity(pid) == others
         finally:
             asyncio.run(machine.close(1.0))
-        assert os.sched_getaffinity(0) == os.sched_getaffinity(process.pid) == own
-        process.kill()
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(raylet.pid) == own
+        raylet.kill()
+        trainer.kill()
 
 
-def test_a_driver_that_trains_keeps_the_trainers_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though others have a core of their own."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_trainers_computing_threads_stay_and_its_others_may_use_every_core_but_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sorted(os.sched_getaffinity(0))[:2]
     machine = OwnMachine(config_of(), find_recipe("async_rl"), tmp_path)
-    assert (machine._others, machine._cores.trainers) == ([1, 2], [[3]])
-    moved: list[tuple[int, list[int]]] = []
-    monkeypatch.setattr("leeway.runtime.placement.keep_on", lambda pid, cores: moved.append((pid, list(cores))))
-    monkeypatch.setattr("leeway.runtime.placement.ray_processes", lambda: [("raylet", 7)])
-    machine.keep_driver_off_engines()
-    assert moved == [(os.getpid(), [1, 2, 3]), (7, [1, 2, 3])]
+    machine._cores, machine._of_no_engine = Cores([[first]], [[first]]), [second]
+    monkeypatch.setattr("leeway.runtime.placement.ray_processes", list)
+    program = WORKER.format(core=first)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        computes = int(process.stdout.readline())
+        try:
+            machine.leave_engines_alone([{"pid": process.pid}])
+        finally:
+            asyncio.run(machine.close(1.0))
+        assert os.sched_getaffinity(computes) == {first}
+        assert os.sched_getaffinity(process.pid) == {second}
+        process.kill()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,8 @@ def reported(
     resumed_at: int | None = None,
     restarts: Sequence[Restart] = (),
     settings: Sequence[str] = (),
+    speeds: Any = None,
+    left_alone: list[Any] | None = None,
 ) -> Reporter:
     config = load_config(
         "quickstart",
@@ -223,9 +226,11 @@ def reported(
             collectors = [FakeCollector(fake, list(s), seconds=STATS_S / len(stats)) for s in stats]
             parts: Any = SimpleNamespace(**generators_of(*collectors), supervisor=Supervisor())
             parts.restarts.over += restarts
+            parts.trainers, parts.processes = [object(), object()], {"trainer-0": {"pid": 1}, "trainer-1": {"pid": 2}}
+            parts.places = SimpleNamespace(leave_engines_alone=([] if left_alone is None else left_alone).append)
             monitor = build_monitor(tmp_path, config.monitor, {}, 4, "rl", resumed_at=resumed_at)
             reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0)
-            reporter.begin(SPEEDS)
+            reporter.begin(speeds or SPEEDS)
             for report in reports:
                 await reporter.put(report)
             await reporter.end()
@@ -260,6 +265,22 @@ def a_run(tmp_path: Path) -> Reporter:
     ]
     restarts = [Restart("generator-0", "the process died", at=0.0, down_s=s, groups=3) for s in (1.5, 2.5)]
     return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)], restarts=restarts)
+
+
+@pytest.mark.parametrize(("train_s", "are_left_alone"), [(0.2, True), (0.3, False)])
+def test_engines_have_their_cores_to_themselves_once_a_step_shows_them_to_be_the_slower_side(
+    tmp_path: Path, train_s: float, are_left_alone: bool
+) -> None:
+    """Half a second for the engines. The trainer's core, else, has no room for others."""
+    one = batch_of(0.25, 100.0)
+    reports = [
+        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, [], begins_batch=True),
+        StepReport(2, step_metrics(wait_s=2, work_s=2, lag=1), one),
+    ]
+    speeds = replace(SPEEDS, train_s_per_token=0.0, optim_s=train_s)
+    left_alone: list[Any] = []
+    reported(tmp_path, reports, [collector_stats(generate=1.0)], speeds=speeds, left_alone=left_alone)
+    assert left_alone == ([[{"pid": 1}, {"pid": 2}]] if are_left_alone else []), "once"
 
 
 @pytest.mark.parametrize(("engine", "generate_s"), [("vllm", 0.01 * 50), ("hf", 0.01 * 10)])
