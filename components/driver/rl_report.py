@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proxi
 """What a trainer does in a step; it waits for the rest of the step."""
 
 
+STEPS_TO_PLACE_BY = 4
+"""Single ones vary: groups without an advantage are not trained on."""
 REPORTS_AHEAD = 32
 """How many steps training may be ahead of its log before it waits."""
 MEMORY_EVERY_S = 15.0
@@ -119,7 +121,7 @@ class Reporter:
         self._training = False
         self._memory = MemoryMeter()
         self._looked_at_memory = float("-inf")
-        self._are_left_alone = False
+        self._limits: deque[tuple[float, float]] = deque(maxlen=STEPS_TO_PLACE_BY + 1)
         self._running: asyncio.Task[None] | None = None
 
     async def put(self, report: StepReport | None) -> None:
@@ -207,12 +209,15 @@ class Reporter:
         self._training = False
 
     def _leave_engines_alone(self, metrics: Mapping[str, float]) -> None:
-        """Once a step has shown that the trainer needs half of an engine's time or less: its core has room then. Where
-        it is the slower side, uploads and fetches would wait for its passes instead.
+        """Where the first steps take the trainer half of an engine's time or less: its core has room then. Where it is
+        the slower side, uploads and fetches would wait for its passes instead.
         """
-        if self._are_left_alone or metrics["limit/train_s"] > metrics["limit/generate_s"] / 2:
+        self._limits.append((metrics["limit/train_s"], metrics["limit/generate_s"]))
+        if len(self._limits) != STEPS_TO_PLACE_BY:
             return
-        self._are_left_alone = True
+        train_s, generate_s = (sum(own) for own in zip(*self._limits, strict=True))
+        if train_s > generate_s / 2:
+            return
         ranks = range(len(self._parts.trainers))
         self._parts.places.leave_engines_alone([self._parts.processes[f"trainer-{rank}"] for rank in ranks])
 

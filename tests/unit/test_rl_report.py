@@ -267,16 +267,13 @@ def a_run(tmp_path: Path) -> Reporter:
     return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)], restarts=restarts)
 
 
-@pytest.mark.parametrize(("train_s", "are_left_alone"), [(0.2, True), (0.3, False)])
-def test_engines_have_their_cores_to_themselves_once_a_step_shows_them_to_be_the_slower_side(
-    tmp_path: Path, train_s: float, are_left_alone: bool
+@pytest.mark.parametrize(("train_s", "steps", "are_left_alone"), [(0.2, 8, True), (0.2, 3, False), (0.3, 8, False)])
+def test_engines_have_their_cores_to_themselves_once_steps_show_them_to_be_the_slower_side(
+    tmp_path: Path, train_s: float, steps: int, are_left_alone: bool
 ) -> None:
     """Half a second for the engines. The trainer's core, else, has no room for others."""
-    one = batch_of(0.25, 100.0)
-    reports = [
-        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, [], begins_batch=True),
-        StepReport(2, step_metrics(wait_s=2, work_s=2, lag=1), one),
-    ]
+    one, own = batch_of(0.25, 100.0), step_metrics(wait_s=2, work_s=2, lag=1)
+    reports = [StepReport(step, own, one, [], begins_batch=step % 2 == 1) for step in range(1, steps + 1)]
     speeds = replace(SPEEDS, train_s_per_token=0.0, optim_s=train_s)
     left_alone: list[Any] = []
     reported(tmp_path, reports, [collector_stats(generate=1.0)], speeds=speeds, left_alone=left_alone)
