@@ -106,9 +106,9 @@ class ClusterConfig(Section):
     cpus_per_trainer: Annotated[PositiveInt, TRAINING] = Field(default=1, description="cores per trainer rank")
     pin_cores: Annotated[bool, ON_CPU] = Field(
         default=True,
-        description="pin engines and trainers to separate cores, and keep collectors, buffer, parameter server, driver "
-        "and Ray's own processes off the engines' cores (device cpu); a collector with engine hf shares those of its "
-        "engine where no core is free",
+        description="pin engines and trainers to separate cores, and keep collectors, buffer and parameter server off "
+        "the engines' cores, driver and Ray's own processes too where the trainer has room for them (device cpu); a "
+        "collector with engine hf shares those of its engine where no core is free",
     )
     engine_cores: Annotated[list[NonNegativeInt] | None, GENERATION] = Field(
         default=None,
