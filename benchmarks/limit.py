@@ -139,7 +139,8 @@ async def alone(args: argparse.Namespace) -> None:
                 row: dict[str, Any] = {"step": number, "seconds": run.collector.generating_s() - begun}
                 row["tokens"] = sum(len(t.response_tokens) for t in made)
                 lines.write(json.dumps(row) + "\n")
-                await engine.forget_prompts()  # type: ignore[attr-defined]
+                if not await engine.forget_prompts():  # type: ignore[attr-defined]
+                    raise SystemExit("the engine kept its prompts, which a run's cannot")
 
 
 def parse() -> argparse.Namespace:

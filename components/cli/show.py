@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
+from ..config.derived import Derived, publishes_as_pulled
 from ..config.secrets import shown_argument
 from ..config.transports import transport_needs
 from ..config.tree import settings_in
@@ -112,6 +113,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
             ),
             ("reorder window", f"{d.reorder_window} groups"),
             ("max outstanding groups", str(d.max_outstanding_groups)),
+            ("weights", _weights(config, d)),
             ("served tolerance", _tolerance(d.served_tolerance)),
             ("weight transport", _transport(config)),
         ]
@@ -122,6 +124,21 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
     if d.gpus_needed:
         rows.append(("GPUs needed", str(d.gpus_needed)))
     return rows
+
+
+def _weights(config: Config, d: Derived) -> str:
+    """How often there are new ones, and why not as seldom as engines pull them."""
+    pull_every = config.rollout.pull_every
+    said = f"published {_every(d.publish_every)}, pulled {_every(pull_every)}"
+    if config.param_server.publish_every is not None or d.publish_every == pull_every:
+        return said
+    if not publishes_as_pulled(config):
+        return f"{said} (evaluations, every {config.eval.every} steps, ask for versions in between)"
+    return f"{said} (a lag of {d.max_policy_lag} leaves no room to publish less often)"
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps} steps"
 
 
 def _tolerance(served: Tolerance) -> str:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ..config import ConfigError, Stage, plan_run
+from ..config import Config, ConfigError, Stage, derive, plan_run
+from ..config.derived import publishes_as_pulled
 from .complete import complete_config
 
 Run = Callable[[str, str, Sequence[str]], Path]
@@ -20,6 +21,7 @@ STOP_S = 120.0
 LEAST_STEPS = 13
 """So that enough are left to calibrate the planner, after the first fifth."""
 UNWATCHED = ("eval.at_start=false", "eval.at_end=false", "eval.every=0", "checkpoint.every=0")
+PUBLISH_EVERY = "param_server.publish_every"
 UNSAVED = ("checkpoint.save_hf=never", "checkpoint.save_state=never", "monitor.console=off")
 
 
@@ -58,7 +60,7 @@ def tune(
     run = runner(config, folder, timeout_s)
     say = (lambda line: None) if as_json else typer.echo
     given = [*(overrides or []), *prepared(stages, run, say)]
-    given += [*UNWATCHED, *UNSAVED, f"train.steps={steps}"]
+    given += [*unwatched(stages[-1].config), *UNSAVED, f"train.steps={steps}"]
     tuning = importlib.import_module("leeway.planning.tuning")
 
     def trial(name: str, own: Sequence[str]) -> Path:
@@ -66,6 +68,12 @@ def tune(
 
     found = tuning.search(stages[-1].config, trial, most=trials, say=say, keep_lag=keep_lag)
     typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.in_words())
+
+
+def unwatched(config: Config) -> list[str]:
+    """A trial evaluates nothing, and publishes as often as the run does whose evaluations may ask for more versions."""
+    every = [] if publishes_as_pulled(config) else [f"{PUBLISH_EVERY}={derive(config).publish_every}"]
+    return [*UNWATCHED, *every]
 
 
 def free_folder(out: Path, stage: Stage) -> Path:

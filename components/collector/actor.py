@@ -306,8 +306,8 @@ class CollectorActor(Watched):
     async def forget_prompts(self) -> None:
         """An engine that keeps prompts for later requests forgets them, as it does when weights are loaded."""
         assert self._engine is not None, "start() comes first"
-        if (forget := getattr(self._engine, "forget_prompts", None)) is not None:
-            await forget()
+        if (forget := getattr(self._engine, "forget_prompts", None)) is not None and not await forget():
+            logger.warning("the engine kept its prompts: what is measured now may be faster than a run can be")
 
     async def generating_s(self) -> float:
         return self._run.collector.generating_s()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..config import Config, Hardware, Recipe, Stage, derive
 from ..config.hardware import computes_bfloat16
-from .memory import GIB, processes_of
+from .memory import GIB, processes_of, served_bytes
 from .models import ModelShape, shape_of_model
 
 # Floating-point operations per second that small and medium models reach: on one core in float32 (measured with 0.9 and
@@ -75,7 +75,7 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
         total += process.number * sum((process.device | process.main).values())
     if recipe.generates and config.cluster.device == "cpu":
         cache = int(config.cluster.kv_cache_gib * GIB)
-        tokens = cache // max(1, shape.kv_bytes_per_token(2 if config.model.dtype != "float32" else 4))
+        tokens = cache // max(1, shape.kv_bytes_per_token(served_bytes(config)))
         rows.append(("KV cache", f"room for {tokens // config.rollout.max_model_len} sequences of max_model_len"))
     return rows, total
 

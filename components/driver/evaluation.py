@@ -158,8 +158,8 @@ async def answered_by_explorers(config: Config, parts: Parts, evalset: EvalSet, 
 
 
 def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
-    """The first evaluation in `rows` of a metrics.jsonl, in the form of `by_set`; {} if there is none."""
-    first = next((row for row in rows if row["role"] == "evaluation"), {})
+    """The evaluation of the untrained weights in `rows` of a metrics.jsonl, in the form of `by_set`; {} if there is none."""
+    first = next((row for row in rows if row["role"] == "evaluation" and not row["step"]), {})
     return by_set({name: value for name, value in first.items() if name.startswith("eval/")}, evalsets) if first else {}
 
 

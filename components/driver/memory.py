@@ -85,7 +85,7 @@ def processes_of(config: Config, recipe: Recipe, shape: ModelShape) -> list[Proc
     if need.processes["generator"] and need.processes["trainer"]:
         versions = versions_kept(config)
         held: dict[str, int] = {}
-        served = _served_bytes(config) * trained_parameters(config, shape)
+        served = served_bytes(config) * trained_parameters(config, shape)
         if config.param_server.transport in KEPT_IN and not versions_are_on_gpu(config):
             held[KEPT_IN[config.param_server.transport]] = versions * served
         if config.param_server.delta:
@@ -116,7 +116,7 @@ def versions_kept(config: Config) -> int:
 def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int, *, publishes: bool) -> Process:
     train, P, trained = config.train, shape.num_parameters, trained_parameters(config, shape)
     shards = train.shards
-    on_gpu, computed = config.cluster.device == "cuda", _served_bytes(config)
+    on_gpu, computed = config.cluster.device == "cuda", served_bytes(config)
     has_critic = derive(config, recipe).has_critic
     state = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
     if has_critic:
@@ -172,7 +172,7 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
 
 
 def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, follows: bool) -> Process:
-    served, on_gpu = _served_bytes(config), config.cluster.device == "cuda"
+    served, on_gpu = served_bytes(config), config.cluster.device == "cuda"
     served_type = config.model.dtype
     weights = shape.num_parameters * served
     device = {"weights": weights // ranks}
@@ -202,7 +202,7 @@ def kv_cache_bytes(config: Config, shape: ModelShape) -> int:
     need = derive(config)
     in_flight = need.groups_per_generator * config.samplings.group_sizes[-1]
     at_once = min(in_flight, config.rollout.engine_options.places)
-    return at_once * config.rollout.max_model_len * shape.kv_bytes_per_token(_served_bytes(config))
+    return at_once * config.rollout.max_model_len * shape.kv_bytes_per_token(served_bytes(config))
 
 
 def activation_bytes(config: Config, shape: ModelShape, computed: int) -> int:
@@ -237,7 +237,7 @@ def largest_pass(config: Config) -> int:
     return max(config.train.microbatch_tokens(config.cluster.device), config.rollout.max_model_len)
 
 
-def _served_bytes(config: Config) -> int:
+def served_bytes(config: Config) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
 
@@ -275,7 +275,7 @@ def split_of(config: Config, shape: ModelShape, cluster: Cluster) -> Config:
     """Half of the devices train; an engine has as few, of one host, as hold its weights in two thirds of them."""
     train = max(1, cluster.num_devices // 2)
     room, ranks = cluster.device_gib * GIB * 2 / 3, 1
-    while ranks < cluster.devices_per_host and shape.num_parameters * _served_bytes(config) / ranks > room:
+    while ranks < cluster.devices_per_host and shape.num_parameters * served_bytes(config) / ranks > room:
         ranks *= 2
     engine = {**config.rollout.engine, "tensor_parallel_size": ranks}
     engines = max(1, (cluster.num_devices - train) // ranks)

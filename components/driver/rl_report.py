@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +24,6 @@ from .learned import LearningWatch, Verdict
 WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proximal_s", "step/critic_s")
 """What a trainer does in a step; it waits for the rest of the step."""
 
-
-STEPS_TO_PLACE_BY = 4
-"""Single ones vary: groups without an advantage are not trained on."""
 REPORTS_AHEAD = 32
 """How many steps training may be ahead of its log before it waits."""
 MEMORY_EVERY_S = 15.0
@@ -95,7 +92,8 @@ class Reporter:
     """Logs step reports in order of arrival, and asks the collectors for theirs.
 
     The run's results are read from its metrics.jsonl, which also holds the earlier parts of a resumed run.
-    `first_step`: the step that this part resumes from. `warn` is called once per notable problem.
+    `first_step`: the step that this part resumes from. `warn` is called once per notable problem. `on_limit` is told of
+    each optimizer step beside what the machine could do, where that is known.
     """
 
     def __init__(
@@ -106,12 +104,14 @@ class Reporter:
         *,
         first_step: int = 0,
         warn: Callable[[str], None] = lambda _: None,
+        on_limit: Callable[[Mapping[str, float]], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._parts = parts
         self._monitor = monitor
         self._first_step = first_step
         self._warn = warn
+        self._on_limit = on_limit
         self._learning = LearningWatch(config, monitor.run_dir, earlier=self._rows() if first_step else ())
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue(maxsize=REPORTS_AHEAD)
         self._last_stats = time.monotonic()
@@ -121,7 +121,6 @@ class Reporter:
         self._training = False
         self._memory = MemoryMeter()
         self._looked_at_memory = float("-inf")
-        self._limits: deque[tuple[float, float]] = deque(maxlen=STEPS_TO_PLACE_BY + 1)
         self._running: asyncio.Task[None] | None = None
 
     async def put(self, report: StepReport | None) -> None:
@@ -196,7 +195,7 @@ class Reporter:
                     generators=len(self._parts.generators) / num_measured,
                     step_s=step_s,
                 )
-                self._leave_engines_alone(metrics)
+                self._on_limit(metrics)
             metrics["train/tokens_per_s"] = batch["train/response_tokens/total"] / updates / step_s
             if report.begins_batch:
                 metrics |= batch
@@ -207,19 +206,6 @@ class Reporter:
                 self._warn(warning)
             await self.collect_stats(report.step)
         self._training = False
-
-    def _leave_engines_alone(self, metrics: Mapping[str, float]) -> None:
-        """Where the first steps take the trainer half of an engine's time or less: its core has room then. Where it is
-        the slower side, uploads and fetches would wait for its passes instead.
-        """
-        self._limits.append((metrics["limit/train_s"], metrics["limit/generate_s"]))
-        if len(self._limits) != STEPS_TO_PLACE_BY:
-            return
-        train_s, generate_s = (sum(own) for own in zip(*self._limits, strict=True))
-        if train_s > generate_s / 2:
-            return
-        ranks = range(len(self._parts.trainers))
-        self._parts.places.leave_engines_alone([self._parts.processes[f"trainer-{rank}"] for rank in ranks])
 
     async def collect_stats(self, step: int | None = None) -> dict[str, float]:
         """Log what the collectors did since the last call; without a `step`: before the first step."""

@@ -24,6 +24,7 @@ from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from .context import StageContext, StageResult, timed
 from .control import Control
+from .engines_alone import EnginesAlone
 from .evaluation import asks_explorers, evaluated_at_start, in_one_line
 from .rl_report import LAST_REPORTS_S, Reporter, describe_memory, describe_time_shares
 from .rl_run import EvalPoint, RLRun
@@ -81,6 +82,7 @@ class RLStage:
                 monitor,
                 first_step=self._first_step,
                 warn=lambda text: say(f"{self._context.name}: warning: {text}"),
+                on_limit=EnginesAlone(self._parts).step,
             )
             await self._launch()
             checkpoints = self._checkpoints(report)
@@ -182,7 +184,10 @@ class RLStage:
         controlling = self._parts.supervisor.watch("driver", control.run())
         evals = {}
         if self._config.eval.at_start:
-            evals["before"] = evaluated_at_start(earlier, self._evalsets) or await run.evaluate()
+            if before := evaluated_at_start(earlier, self._evalsets):
+                evals["before"] = before
+            elif not run.version:
+                evals["before"] = await run.evaluate()
         speeds = self.speeds = await self._speeds(report, run.turns) if self._generates else None
         begun = time.monotonic()
         say(

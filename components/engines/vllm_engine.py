@@ -476,9 +476,9 @@ class VllmEngine:
                 raise manifest.error(check, detail if len(ranks) == 1 else f"rank {rank}: {detail}")
         return [result for result, _ in ranks]
 
-    async def forget_prompts(self) -> None:
+    async def forget_prompts(self) -> bool:
         with self._calling():
-            await self._llm.reset_prefix_cache()
+            return await self._llm.reset_prefix_cache()
 
     def process_ids(self) -> list[int]:
         return started_by(psutil.Process())

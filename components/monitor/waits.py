@@ -46,9 +46,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of each side's time over some steps: what for, as shares of 1. The others are means: seconds of a publication, of
-    a step, of a group in its environment, of the engines for one step's batch; and the finished groups that were left
-    over when the trainer got the batch that it had waited for, long waits counting more.
+    """Of each side's time over some steps: what for, as shares of 1; and for how much of it a version was on its way
+    out (which may be beside training). The others are means: seconds of a publication, of a step, of a group in its
+    environment, of the engines for one step's batch; and the finished groups that were left over when the trainer got
+    the batch that it had waited for, long waits counting more.
     """
 
     trainer: Mapping[str, float]
@@ -58,6 +59,7 @@ class Shares:
     environment_s: float
     engine_s: float
     num_ready: float
+    publishing: float
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Shares:
@@ -89,7 +91,8 @@ class Shares:
         publish_s, environment_s, engine_s = (_mean(own) for own in means.values())
         step_s = total_s / steps if steps else 0.0
         num_ready = ready_s / waited_s if waited_s else 0.0
-        return cls(trainer, generator, publish_s, step_s, environment_s, engine_s, num_ready)
+        publishing = sum(means["param_server/publish_s"]) / total_s if total_s else 0.0
+        return cls(trainer, generator, publish_s, step_s, environment_s, engine_s, num_ready, publishing)
 
     @property
     def trainer_works(self) -> float:
@@ -126,7 +129,7 @@ def who_waits(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | N
         return _nobody(s)
     if most > s.waits_for_batch and most >= s.waits_for_slot / 2:
         return _trainer_waits_elsewhere(s, name, most, known)
-    if s.waits_for_slot >= TIGHT_FRAC and _publishing_is_slow(s, known):
+    if s.waits_for_slot >= TIGHT_FRAC and _publishing_is_slow(s):
         return _publishing(s, known)
     if s.waits_for_batch >= TIGHT_FRAC and _one_is_slow(s, known):
         return _window(s, known)
@@ -146,7 +149,7 @@ def _nobody(s: Shares) -> Wait:
 
 def _trainer_waits_elsewhere(s: Shares, name: str, frac: float, known: Mapping[str, Any]) -> Wait:
     setting, advice = {
-        "publish": ("param_server.publish_every", "publish less often, or over a faster param_server.transport"),
+        "publish": (_how_often(known), "publish less often, or over a faster param_server.transport"),
         "evaluate": ("eval.every", "evaluate less often, or fewer tasks (eval.num_tasks)"),
         "checkpoint": ("checkpoint.every", "save less often, or write beside training (checkpoint.in_background)"),
         "turns": ("train.groups_per_step", "more groups a turn"),
@@ -156,10 +159,14 @@ def _trainer_waits_elsewhere(s: Shares, name: str, frac: float, known: Mapping[s
     return _wait(s, "trainer", name, frac, text, setting, advice, known)
 
 
-def _publishing_is_slow(s: Shares, known: Mapping[str, Any]) -> bool:
-    """Slots become free when a version is published: most of each step passes until it is."""
-    every = _number(known.get("param_server.publish_every")) or 1.0
-    return bool(s.step_s) and s.publish_s > 0.5 * s.step_s * every and s.trainer_works < 0.5
+def _publishing_is_slow(s: Shares) -> bool:
+    """Slots become free when a version is published: most of the time passes until one is."""
+    return s.publishing > 0.5 and s.trainer_works < 0.5
+
+
+def _how_often(known: Mapping[str, Any]) -> str:
+    """The setting that says how often there are new weights."""
+    return "rollout.pull_every" if known.get("param_server.publish_every") is None else "param_server.publish_every"
 
 
 def _publishing(s: Shares, known: Mapping[str, Any]) -> Wait:
@@ -168,7 +175,7 @@ def _publishing(s: Shares, known: Mapping[str, Any]) -> Wait:
         f"version is published: that takes {s.publish_s:.2g} s of a step of {s.step_s:.2g} s."
     )
     advice = "publish less often, or over a faster param_server.transport"
-    return _wait(s, "generators", "publishing", s.waits_for_slot, text, "param_server.publish_every", advice, known)
+    return _wait(s, "generators", "publishing", s.waits_for_slot, text, _how_often(known), advice, known)
 
 
 def _one_is_slow(s: Shares, known: Mapping[str, Any]) -> bool:
@@ -231,7 +238,7 @@ def _generators_are_slow(s: Shares, known: Mapping[str, Any]) -> Wait:
         "groups": ("staleness.max_policy_lag", faster),
         "environment": ("staleness.max_policy_lag", faster),
         "evaluate": ("eval.every", "evaluate less often, or fewer tasks (eval.num_tasks)"),
-        "weights": ("param_server.publish_every", "publish or pull (rollout.pull_every) less often"),
+        "weights": (_how_often(known), "publish or pull (rollout.pull_every) less often"),
     }[holder]
     holder = "environment" if holder == "groups" else holder
     return _wait(s, "trainer", holder, s.waits_for_batch, text + why, setting, advice, known)

@@ -19,6 +19,7 @@ import json
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,7 +191,6 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._tasks = tasks
         self._next_task: Task | None = None
         self._awaited_task = ""  # what the source is waiting for, if it has no task now
-        self._draw()
         self._rule = rule
         self._num_batches = num_batches
         self._operators = list(operators)
@@ -237,6 +237,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._progress_at = float("-inf")
         self.last_delivered = ("", -1)
         """The collector that delivered last, and its group."""
+        self._draw()
 
     async def admit(
         self, limit: int, *, timeout_s: float, collector: str = "", offer: Offer | None = None
@@ -273,6 +274,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             raise
         finally:
             self._slot_requests.pop(request, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # what ended the run is raised here already
 
     async def put(self, groups: Sequence[Group]) -> None:
         """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises.
@@ -350,9 +353,12 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         if self._delivered is not None:
             for group in current:
                 if (held := self._in_flight.get(group.group_id)) is not None:  # else the ledger refuses it below
-                    self._delivered(held.admission.task, group)
+                    with self._ending_the_run():
+                        self._delivered(held.admission.task, group)
         if self._operated_elsewhere is None:
-            for group, result in [(group, self._apply_operators(group)) for group in current]:
+            with self._ending_the_run():
+                results = [self._apply_operators(group) for group in current]
+            for group, result in zip(current, results, strict=True):
                 self._decide(group, result, is_given=is_given)
             self._wake_batch_waiter()
             return
@@ -406,6 +412,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             if not waiter.done():
                 waiter.set_exception(error)
 
+    @contextmanager
+    def _ending_the_run(self) -> Iterator[None]:
+        """Around what is the run's own: its tasks, operators, priorities. Who calls may be told of an error, and live
+        on, as an explorer does that delivers what is no group: then nobody else would hear of it.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._fail_run(error)
+            raise
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -417,16 +434,19 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._drop(group.group_id, GroupState.FILTERED, result, counts=not is_given)
             spans.instant("filtered", group=group.group_id, why=result)
             return
+        with self._ending_the_run():
+            priority = self._priority(result) if self._priority else None
         self._ledger.move(group.group_id, GroupState.GENERATED)
         spans.instant("stored", group=group.group_id)
         self.last_delivered = self._release(group.group_id).collector or "", group.group_id
         # A copy: what came through Ray is a view of its object store, and would hold a part of that.
-        index = self._storage_index[group.group_id] = self.add(result.packed())
-        priority = self._priority(result) if self._priority else None
+        with self._ending_the_run():  # so may the storage
+            index = self._storage_index[group.group_id] = self.add(result.packed())
         self._window.finish(group.group_id, priority=priority or 0.0)
         if self._window_sampler.is_prioritized:
-            priority = self._window_sampler.default_priority if priority is None else priority
-            self.update_priority(index, torch.tensor(float(priority)))
+            with self._ending_the_run():  # the sampler may be a user's
+                priority = self._window_sampler.default_priority if priority is None else priority
+                self.update_priority(index, torch.tensor(float(priority)))
         self._dropped_in_a_row = 0
         self._last_reasons.clear()
 
@@ -872,10 +892,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _draw(self) -> None:
         """One task is drawn ahead, to know whether a batch is the last one."""
-        try:
-            self._next_task, self._awaited_task = next(self._tasks, None), ""
-        except NoTaskYet as error:
-            self._next_task, self._awaited_task = None, str(error)
+        with self._ending_the_run():
+            try:
+                self._next_task, self._awaited_task = next(self._tasks, None), ""
+            except NoTaskYet as error:
+                self._next_task, self._awaited_task = None, str(error)
 
     def _issue_again(self, group_id: int) -> Admission:
         self._to_reissue.remove(group_id)

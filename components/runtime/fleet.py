@@ -26,6 +26,11 @@ class Duty:
     def end(self, generator: Generator) -> None:
         self._calls.pop(generator).cancel()
 
+    def stop(self) -> None:
+        """For all: no successor is asked for it either."""
+        for generator in [*self._calls]:
+            self.end(generator)
+
     async def ended(self, *generators: Generator) -> None:
         """Wait until it has ended for these, or for all that there are by then."""
         while pending := [c for g, c in self._calls.items() if (not generators or g in generators) and not c.done()]:
@@ -106,8 +111,16 @@ class Fleet:
             duty.begin(generator)
         return duty
 
-    def forget_duties(self) -> None:
-        """What they did all the time was one run's, and has ended."""
+    async def finish(self) -> None:
+        """What they did all the time was one run's, which has ended: nobody is asked for it any more. Waits for those
+        that are being replaced: they would begin with that run, and go on in the next.
+        """
+        for generator in self:
+            await generator.until_replaced()
+        for duty in self._duties:
+            if duty.drains:
+                await duty.ended()
+            duty.stop()
         self._duties.clear()
 
     async def join(self) -> Generator:

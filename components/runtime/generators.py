@@ -209,6 +209,13 @@ class Generator:
         """Returns when it has a process, which may be lost again."""
         await self._is_up.wait()
 
+    async def until_replaced(self) -> None:
+        """Returns when no successor is on its way, and the last one serves proven weights; or with what kept it from
+        that, which ends the run.
+        """
+        while self._replacing is not None and not self._replacing.done():
+            await asyncio.wait({self._replacing})
+
     async def until_down(self) -> None:
         """Returns when it has none, which may be replaced."""
         await self._is_down.wait()

@@ -229,6 +229,7 @@ class Launcher:
         self._config = config = self._with_addresses(config)
         self._transport = transport_settings(config, self._run_dir)
         parts = self.parts
+        await self._wait(parts.generators.finish(), "generators")  # while the last run's weights can be pulled
         await self._wait(
             together(
                 [parts.param_server.reset.remote(derive(config).versions_kept), parts.buffer.reset.remote(config)]
@@ -239,7 +240,6 @@ class Launcher:
             actor.reset.remote(await self._trainer_settings(place, total_steps, canary), self._transport)
             for actor, place in zip(parts.trainers, self._ranks, strict=True)
         ]
-        parts.generators.forget_duties()
         generators = [g.call(lambda a: a.reset.remote(config, **self._for_collectors())) for g in parts.generators]
         await self._wait(together(trainers), "trainer")
         await self._wait(together(generators), "generators")

@@ -91,8 +91,31 @@ def test_validate_prints_derived_numbers_and_what_is_missing(leeway: Callable[..
     done = leeway("validate", "gsm8k_qwen2_5_1_5b", "task.name=jsonl", "task.path=none.jsonl")
     assert done.returncode == 0, done.stderr
     assert "max outstanding groups  1280" in done.stdout  # 64 * (19 + 1)
+    assert "weights                 published every 10 steps, pulled every 10 steps" in done.stdout
     assert "GPUs needed             8" in done.stdout
     assert "lacks: task.path: missing file" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (
+            ["rollout.pull_every=9"],
+            "published every step, pulled every 9 steps (a lag of 4 leaves no room to publish less",
+        ),
+        (
+            ["eval.every=3"],
+            "published every step, pulled every 2 steps (evaluations, every 3 steps, ask for versions in",
+        ),
+        (["param_server.publish_every=3"], "published every 3 steps, pulled every 2 steps\n"),
+    ],
+)
+def test_validate_says_how_often_there_are_new_weights(
+    leeway: Callable[..., Done], overrides: list[str], why: str
+) -> None:
+    done = leeway("validate", "quickstart", "name=w", "--quick", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert why in done.stdout
 
 
 @pytest.mark.slow

@@ -321,3 +321,16 @@ def test_another_run_on_the_same_engine_has_all_that_is_a_runs_anew(actor: Colle
         await actor.shutdown()
 
     asyncio.run(two_runs())
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_an_engine_that_keeps_prompts_while_it_is_measured_is_known(
+    actor: CollectorActor, caplog: pytest.LogCaptureFixture, forgets: bool
+) -> None:
+    async def forget_prompts() -> bool:
+        return forgets
+
+    actor._engine = cast(Any, SimpleNamespace(forget_prompts=forget_prompts))
+    with caplog.at_level("WARNING", logger=actor_module.logger.name):
+        asyncio.run(actor.forget_prompts())
+    assert ("kept its prompts" in caplog.text) is not forgets

@@ -17,7 +17,16 @@ from leeway.config import ConfigError, load_config
 from leeway.config.inputs import EvalSampling
 from leeway.driver import explore_stage
 from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.driver.evaluation import evaluate, evaluated_of, in_one_line, measured_by, of_set, shared_out, summarise
+from leeway.driver.evaluation import (
+    evaluate,
+    evaluated_at_start,
+    evaluated_of,
+    in_one_line,
+    measured_by,
+    of_set,
+    shared_out,
+    summarise,
+)
 from leeway.driver.saved_weights import saved_models
 from leeway.failures import PartFailed
 from leeway.runtime.supervisor import Supervisor
@@ -340,3 +349,10 @@ def test_an_explorer_works_on_held_out_tasks_for_as_long_as_they_are_wanted(want
     assert looks == [("s", True), *[("s", False)] * (4 if wanted else 0)], "only the first look was news"
     assert last == ("s", 3, ["0", "1"])
     assert ("answered no more" in capsys.readouterr().out) is not wanted
+
+
+def test_what_was_before_training_is_no_evaluation_of_its_middle():
+    config = load_config("quickstart", [], recipe="async_rl")
+    first, tenth = ({"role": "evaluation", "step": step, "eval/held_out/reward": float(step)} for step in (0, 10))
+    assert evaluated_at_start([{"role": "trainer", "step": 1}, tenth], build_evalsets(config)) == {}
+    assert evaluated_at_start([first, tenth], build_evalsets(config)) == {"reward": 0.0}

@@ -93,8 +93,8 @@ class World:
 
     def _make(self, index: int) -> Generator:
         async def launch(placed: Callable[[], None], made: Made, instead: Any) -> str:
-            if not self.has_room:
-                await asyncio.Event().wait()
+            while not self.has_room:
+                await asyncio.sleep(1)
             placed()
             if self.refuses:
                 raise ValueError("no memory")
@@ -222,6 +222,64 @@ def test_the_end_of_a_run_does_not_wait_for_one_that_waits_for_room(
         publishing = Publishing(config, parts, report=NOTHING, keep=NOTHING, uploads=NOTHING)
         await publishing.wait_engines_at(4)
         assert world.workers["generator-0/0"].proven == 4
+
+    play(scenario, monkeypatch)
+
+
+def test_a_successor_of_one_run_is_not_asked_for_that_runs_duties_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a study, whose runs have the same generators one after the other."""
+
+    async def scenario(world: World, collecting: Duty) -> None:
+        asked: list[tuple[str, str]] = []
+
+        def notes(what: str) -> Callable[[Worker], Awaitable[None]]:
+            async def note(worker: Worker) -> None:
+                asked.append((what, worker.name))
+                await worker.pull()
+
+            return note
+
+        world.fleet.always(notes("first run's"))
+        asked.clear()
+        first, second = world.workers.values()
+        world.has_room = False
+        second.instead(PartFailed("generator-1", "it died"))
+        first.retired.set()
+        await collecting.wound_up()
+        world.has_room = True
+        finishing = asyncio.ensure_future(world.fleet.finish())
+        await asyncio.sleep(6)
+        assert not finishing.done(), "its successor has proven nothing yet"
+        [successor] = [w for w in world.workers.values() if w not in (first, second)]
+        successor.retired.set()  # the buffer is closed
+        await finishing
+        assert (successor.proven, successor.held) == (0, 0)
+        asked.clear()
+        world.fleet.always(notes("second run's"))
+        await asyncio.sleep(1)
+        successor.instead(PartFailed("generator-1", "it died again"))
+        await asyncio.sleep(30)
+        newest = [*world.workers][-1]
+        names = ("generator-0/0", successor.name, newest)
+        assert asked == [("second run's", name) for name in names]
+        assert world.failures == []
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_the_next_run_does_not_wait_for_ever_for_one_that_cannot_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        world.restarts.left = 3 if is_replaced else 0
+        world.workers["generator-1/1"].instead(PartFailed("generator-1", "it died"))
+        waiting = world.supervisor.wait(world.fleet[1].until_replaced(), what="generators", timeout_s=100)
+        if is_replaced:
+            await waiting
+        else:
+            with pytest.raises(PartFailed, match="it died; all 3 restarts are used up"):
+                await waiting
 
     play(scenario, monkeypatch)
 

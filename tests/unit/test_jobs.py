@@ -71,11 +71,13 @@ class Train:
         now: Callable[[], float] | None = None,
         silent_s: float = 5.0,
         operated_elsewhere: Callable[[Group], Awaitable[Group | str]] | None = None,
+        operators: Sequence[Any] = (),
     ) -> None:
         saved: dict[str, Any] | None = json.loads(start) if start else None
         stream = saved.pop("stream") if saved else None
         position = Position(**(saved or {}))
         self.meeting, self.clock = Meeting(folder), Clock()
+        self.failures: list[Exception] = []
         tasks = TaskSet([Task(task_id=f"task-{i}", prompt="p") for i in range(1000)], seed=0, order="sequential")
         self.stream = TaskStream(tasks, num_tokens=lambda task: 1, max_prompt_tokens=1, start=stream)
         self.buffer = ReplayBuffer(
@@ -90,6 +92,8 @@ class Train:
             capacity=64,
             num_collectors=0,
             operated_elsewhere=operated_elsewhere,
+            operators=operators,
+            failed=self.failures.append,
         )
         self.store = GroupStore(self.meeting.groups)
         self.version = position.num_batches
@@ -418,6 +422,23 @@ def test_operators_elsewhere_hold_up_no_call_and_what_they_leave_out_is_marked(t
             asked[admission.group_id].set_result("")
         await until(lambda: train.store.count(LEFT_OUT) == 1, "it is marked, when all of its delivery are through")
         assert (train.buffer.stats().groups_ready, train.store.count(FINISHED)) == (P - 1, P - 1)
+        await explorer.killed()
+        await train.killed()
+
+    play(scenario)
+
+
+def test_an_operator_that_breaks_ends_the_train_job_and_is_not_the_explorers_fault(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        def breaks(group: Group) -> None:
+            raise ZeroDivisionError("a reward of nothing")
+
+        train = Train(tmp_path, operators=[breaks])
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        await explorer.put(*await explorer.admit(1))
+        await until(lambda: train.failures, "the train job hears of it")
+        assert [type(error) for error in train.failures] == [ZeroDivisionError]
         await explorer.killed()
         await train.killed()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
+from types import SimpleNamespace
 
 import pytest
 import torchrl.data
@@ -14,6 +15,7 @@ from leeway.replay.ledger import GroupState, Ledger
 from leeway.replay.operators import filter_zero_variance
 from leeway.replay.position import Position
 from leeway.replay.storage import FreeSlotWriter
+from leeway.types import Task
 
 from ..fakes import SOON_S, admit, buffer_of, goes_on, group, still_waits, take_batch, waits
 
@@ -591,5 +593,65 @@ def test_the_middle_of_a_batchs_steps_is_no_place_to_go_on_from() -> None:
         assert buffer.position(1) is None
         assert buffer.position(2) is not None
         assert buffer.position(4) is None, "no batch of that was ever served"
+
+    asyncio.run(scenario())
+
+
+def raises(group):
+    raise ZeroDivisionError("a reward of nothing")
+
+
+@pytest.mark.parametrize("broken", ["operator", "priority", "sampler", "delivered"])
+def test_what_breaks_in_the_runs_own_parts_ends_the_run_whoever_delivered(broken):
+    """One who delivers from another job is told, and lives on."""
+
+    async def scenario():
+        told = []
+        buffer = buffer_of(P=1, T=1, operators=[raises] if broken == "operator" else (), failed=told.append)
+        if broken == "priority":
+            buffer._priority = raises
+        if broken == "delivered":
+            buffer._delivered = lambda task, group: raises(group)
+        if broken == "sampler":
+            buffer._window_sampler = SimpleNamespace(is_prioritized=True, default_priority=1.0)
+            buffer.update_priority = lambda index, priority: raises(None)
+        await buffer.published(0)
+        await admit(buffer)
+        batch, slot = await waits(take_batch(buffer)), await waits(admit(buffer))
+        for call in (buffer.put([group(0)]), goes_on(batch), goes_on(slot), admit(buffer)):
+            with pytest.raises(ZeroDivisionError):
+                await call
+        assert [type(error) for error in told] == [ZeroDivisionError]
+
+    asyncio.run(scenario())
+
+
+def test_a_source_of_tasks_that_breaks_ends_the_run_and_passes_over_none():
+    def tasks():
+        yield from (Task(task_id=f"task-{i}", prompt="") for i in range(2))
+        raises(None)
+
+    async def scenario():
+        told = []
+        buffer = buffer_of(P=4, T=0, tasks=tasks(), failed=told.append)
+        await buffer.published(0)
+        with pytest.raises(ZeroDivisionError):
+            await admit(buffer)
+        with pytest.raises(ZeroDivisionError):
+            await admit(buffer)
+        assert len(told) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_delivery_that_nobody_asked_for_is_its_senders_mistake():
+    async def scenario():
+        told = []
+        buffer = buffer_of(failed=told.append)
+        await buffer.published(0)
+        with pytest.raises(RuntimeError, match="never admitted"):
+            await buffer.put([group(99)])
+        assert not told
+        assert await admit(buffer) == [0, 1, 2, 3]
 
     asyncio.run(scenario())

@@ -49,12 +49,12 @@ def states_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "check_whole", check_whole)
 
 
-def a_run(tmp_path: Path) -> Path:
+def a_run(tmp_path: Path, *overrides: str) -> Path:
     folder = tmp_path / "runs/p/r"
     folder.mkdir(parents=True)
     source = tmp_path / "config.yaml"
     source.write_text(CONFIG.format(out=tmp_path / "runs"))
-    (folder / "config.yaml").write_text(run_yaml(resolve_stages(read_tree(source), "async_rl")))
+    (folder / "config.yaml").write_text(run_yaml(resolve_stages(read_tree(source), "async_rl", overrides)))
     RunRecord(folder, recipes=[find_recipe("async_rl")], argv=["leeway", "run"], goes_on=False).close("interrupted")
     return folder
 
@@ -107,6 +107,18 @@ def test_a_finished_run_trains_longer_and_says_what_becomes_of_the_learning_rate
         f"async_rl: resumes from step 8 of 12 steps, {newest}",
         "async_rl: the linear learning-rate schedule now runs over 12 steps: 0.000333 at step 9, "
         "after 0.000125 at step 8",
+    ]
+
+
+@pytest.mark.slow
+def test_evaluations_that_change_how_often_weights_are_published_are_noted(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, "rollout.pull_every=2", "staleness.max_policy_lag=8", "task.holdout_frac=0.5")
+    has_finished(folder, "sft", 4)
+    has_checkpoint(folder, "async_rl", 6)
+    assert len(plan_resume(folder, ["eval.every=4"]).notes) == 1
+    assert plan_resume(folder, ["eval.every=3"]).notes[1:] == [
+        "async_rl: eval.every=3 has weights published every 1 step(s), before every 2; a multiple of "
+        "rollout.pull_every=2 has them published every 2"
     ]
 
 

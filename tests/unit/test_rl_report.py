@@ -212,7 +212,7 @@ def reported(
     restarts: Sequence[Restart] = (),
     settings: Sequence[str] = (),
     speeds: Any = None,
-    left_alone: list[Any] | None = None,
+    on_limit: Any = lambda _: None,
 ) -> Reporter:
     config = load_config(
         "quickstart",
@@ -226,10 +226,8 @@ def reported(
             collectors = [FakeCollector(fake, list(s), seconds=STATS_S / len(stats)) for s in stats]
             parts: Any = SimpleNamespace(**generators_of(*collectors), supervisor=Supervisor())
             parts.restarts.over += restarts
-            parts.trainers, parts.processes = [object(), object()], {"trainer-0": {"pid": 1}, "trainer-1": {"pid": 2}}
-            parts.places = SimpleNamespace(leave_engines_alone=([] if left_alone is None else left_alone).append)
             monitor = build_monitor(tmp_path, config.monitor, {}, 4, "rl", resumed_at=resumed_at)
-            reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0)
+            reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0, on_limit=on_limit)
             reporter.begin(speeds or SPEEDS)
             for report in reports:
                 await reporter.put(report)
@@ -267,17 +265,12 @@ def a_run(tmp_path: Path) -> Reporter:
     return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)], restarts=restarts)
 
 
-@pytest.mark.parametrize(("train_s", "steps", "are_left_alone"), [(0.2, 8, True), (0.2, 3, False), (0.3, 8, False)])
-def test_engines_have_their_cores_to_themselves_once_steps_show_them_to_be_the_slower_side(
-    tmp_path: Path, train_s: float, steps: int, are_left_alone: bool
-) -> None:
-    """Half a second for the engines. The trainer's core, else, has no room for others."""
+def test_each_optimizer_step_is_told_of_beside_its_limit(tmp_path: Path) -> None:
     one, own = batch_of(0.25, 100.0), step_metrics(wait_s=2, work_s=2, lag=1)
-    reports = [StepReport(step, own, one, [], begins_batch=step % 2 == 1) for step in range(1, steps + 1)]
-    speeds = replace(SPEEDS, train_s_per_token=0.0, optim_s=train_s)
-    left_alone: list[Any] = []
-    reported(tmp_path, reports, [collector_stats(generate=1.0)], speeds=speeds, left_alone=left_alone)
-    assert left_alone == ([[{"pid": 1}, {"pid": 2}]] if are_left_alone else []), "once"
+    reports = [StepReport(1, own, one, [], begins_batch=True), StepReport(2, own, one), StepReport(2, {"a/b": 1.0})]
+    told: list[Any] = []
+    reported(tmp_path, reports, [collector_stats(generate=1.0)], on_limit=told.append)
+    assert [(m["limit/train_s"], m["limit/generate_s"]) for m in told] == [(0.0, 0.5)] * 2
 
 
 @pytest.mark.parametrize(("engine", "generate_s"), [("vllm", 0.01 * 50), ("hf", 0.01 * 10)])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from leeway.cli import tune as command
 from leeway.cli.main import app
-from leeway.config import Config, ConfigError, load_config, plan_run
+from leeway.config import Config, ConfigError, derive, load_config, plan_run
 from leeway.planning import tuning
 from leeway.planning.lengths import from_samples
 from leeway.planning.model import Calibration, Settings
@@ -354,6 +354,25 @@ def test_the_command_runs_earlier_stages_once_and_trials_from_their_weights(
     assert {f"model.path={tmp_path / 'before'}", "model.init=null", "stages.sft=null"} <= set(given)
     [alone] = plan_run("quickstart", "async_rl", given)
     assert (alone.config.train.steps, alone.config.eval.at_start) == (20, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "published"),
+    [
+        (["eval.every=10", "rollout.pull_every=4"], ["param_server.publish_every=1"]),
+        (["eval.every=8", "rollout.pull_every=4"], []),
+        (["eval.every=10", "rollout.pull_every=4", "param_server.publish_every=2"], ["param_server.publish_every=2"]),
+    ],
+)
+def test_trials_publish_as_often_as_the_run_will_though_they_evaluate_nothing(
+    overrides: list[str], published: list[str]
+) -> None:
+    given = ["stages.sft=null", "model.path=.", "model.init=null", "staleness.max_policy_lag=12", *overrides]
+    own = load_config("quickstart", given, recipe="async_rl")
+    told = command.unwatched(own)
+    assert [each for each in told if each.startswith("param_server")] == published
+    trial = load_config("quickstart", [*given, *told], recipe="async_rl")
+    assert derive(trial).publish_every == derive(own).publish_every
 
 
 def test_mistakes_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,20 @@ def test_a_planted_bottleneck_is_named(planted: Any, setting: str, says: str) ->
     assert wait.setting == setting
 
 
+@pytest.mark.parametrize("every", [None, 1, 3])
+def test_a_publication_counts_for_all_the_steps_until_the_next(every: int | None) -> None:
+    """Those of every third step leave the generators two steps for which nothing is on its way."""
+    settings = SETTINGS | {"param_server.publish_every": every}
+    rows = steps(wait_for_batch=0.2, wait_for_slot=0.6, publish_s=0.9)
+    setting = "rollout.pull_every" if every is None else "param_server.publish_every"
+    slow = who_waits(rows, settings)
+    assert slow is not None
+    assert (slow.holder, slow.setting) == ("publishing", setting)
+    seldom = who_waits([r for r in rows if "param_server/publish_s" not in r or r["step"] % 3 == 0], settings)
+    assert seldom is not None
+    assert seldom.holder != "publishing"
+
+
 def test_an_environment_is_slow_though_some_group_is_always_at_the_engine() -> None:
     rows = steps(wait_for_batch=0.8, generate=0.5, environment=0.1, step_s=5.0)
     for row in rows:
