@@ -17,7 +17,7 @@ from ..section import Partial
 from .environments import checked_options
 from .errors import ConfigError
 from .model_files import head_size, of_the_text, only_attends
-from .names import check_name, cpu_head_sizes, nearest, vllm_arguments
+from .names import check_name, cpu_head_sizes, is_of, nearest, vllm_arguments
 from .paths import is_folder
 
 LARGE_BLOCK = 144
@@ -190,6 +190,14 @@ NOT_REPRODUCIBLE = (
     "speculative_config",
 )
 """Arguments that make vLLM's probabilities differ from those of the trainer's weights."""
+AT_LEAST_ONE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "num_gpu_blocks_override",
+)
+"""Arguments of vLLM that are numbers of something; what is wrong with them it finds when an engine starts."""
 VOCABULARY_BLOCK = 64
 """vLLM fills a vocabulary up to a multiple of this before it is divided."""
 
@@ -371,6 +379,14 @@ def _check_vllm(section: str, options: VllmOptions, *, on_cpu: bool) -> None:
             guess = nearest(option, known | VllmOptions.model_fields.keys())
             fix = f"nearest: {section}.{guess}" if guess else "leave it out"
             raise ConfigError(key, got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix)
+        if (types := known.get(option)) and not is_of(value, types):
+            raise ConfigError(key, got=value, expected=" or ".join(sorted(types)), fix=f"leave {option} out")
+        if value is None:
+            continue
+        if option in AT_LEAST_ONE and value < 1:
+            raise ConfigError(key, got=value, expected="a number of at least 1", fix=f"leave {option} out")
+        if option == "gpu_memory_utilization" and not 0 < value <= 1:
+            raise ConfigError(key, got=value, expected="more than 0 and at most 1", fix=f"leave {option} out")
     for option in ("pipeline_parallel_size", "data_parallel_size"):
         if on_cpu and (value := getattr(options, option)) > 1:
             raise ConfigError(

@@ -8,7 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,19 +109,34 @@ def find_module(dotted: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def vllm_arguments() -> set[str]:
-    """Names of vLLM's engine arguments, read from its source (importing it takes seconds); empty where it is absent."""
+PLAIN_TYPES = {"bool": bool, "int": int, "float": int | float, "str": str, "None": type(None)}
+
+
+def vllm_arguments() -> Mapping[str, frozenset[str]]:
+    """vLLM's engine arguments, read from its source (importing it takes seconds), each with the `PLAIN_TYPES` that it
+    may be of; none where it may be of others. Empty where vLLM is absent.
+    """
     file = find_module("vllm.engine.arg_utils")
-    return set() if file is None or file.suffix != ".py" else set(_engine_options_in(file))
+    return {} if file is None or file.suffix != ".py" else _engine_options_in(file)
 
 
 @cache
-def _engine_options_in(file: Path) -> frozenset[str]:
+def _engine_options_in(file: Path) -> Mapping[str, frozenset[str]]:
     """Parsing takes a tenth of a second, and a study checks many configs."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("EngineArgs", "AsyncEngineArgs")]
     fields = [n for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
-    return frozenset(n.target.id for n in fields if isinstance(n.target, ast.Name))
+    return {n.target.id: _plain_types(n.annotation) for n in fields if isinstance(n.target, ast.Name)}
+
+
+def _plain_types(annotation: ast.expr) -> frozenset[str]:
+    types = {part.strip() for part in ast.unparse(annotation).split("|")}
+    return frozenset(types) if types <= PLAIN_TYPES.keys() else frozenset()
+
+
+def is_of(value: Any, types: Collection[str]) -> bool:
+    """Whether it is of one of these `PLAIN_TYPES`; a bool is no number."""
+    return any(isinstance(value, PLAIN_TYPES[t]) and isinstance(value, bool) <= (t == "bool") for t in types)
 
 
 UNLISTED_HEAD_SIZES = (48,)

@@ -158,7 +158,7 @@ async def answered_by_explorers(config: Config, parts: Parts, evalset: EvalSet, 
 
 
 def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
-    """The evaluation of the untrained weights in `rows` of a metrics.jsonl, in the form of `by_set`; {} if there is none."""
+    """That of step 0 in `rows` of a metrics.jsonl, in the form of `by_set`; {} if there is none."""
     first = next((row for row in rows if row["role"] == "evaluation" and not row["step"]), {})
     return by_set({name: value for name, value in first.items() if name.startswith("eval/")}, evalsets) if first else {}
 

@@ -123,8 +123,8 @@ def _publish_note(was: Stage, stage: Stage) -> list[str]:
         return []
     pulled, every = stage.config.rollout.pull_every, stage.config.eval.every
     return [
-        f"{stage.name}: eval.every={every} has weights published every {now} step(s), before every {before}; a multiple "
-        f"of rollout.pull_every={pulled} has them published every {pulled}"
+        f"{stage.name}: eval.every={every} has weights published every {now} step(s), before every {before}; "
+        f"a multiple of rollout.pull_every={pulled} has them published every {pulled}"
     ]
 
 

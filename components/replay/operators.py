@@ -179,6 +179,12 @@ def check_operators(steps: Sequence[str | dict[str, Any]]) -> None:
     """
     for name, options in named(steps):
         operator = _imported(name, options)
+        least, most = options.get("min"), options.get("max")
+        if operator in (filter_reward, shape_reward) and least is not None and most is not None and least > most:
+            raise ValueError(
+                f"replay.operators: {name}: got min {least:g} and max {most:g}, expected a min of at most the max; "
+                "swap them"
+            )
         if inspect.isclass(operator) and (check := getattr(operator, "check", None)) is not None:
             check(**options)
 

@@ -42,6 +42,14 @@ def test_another_engine_takes_the_settings_of_the_one_before_with_it() -> None:
         ),
         (["name=hf", "max_num_seqs=0"], "rollout.engine.max_num_seqs: got 0, expected greater than 0"),
         (["name=hff"], "rollout.engine.name: got 'hff', expected one of vllm, hf"),
+        (["max_num_seqs=0"], "rollout.engine.max_num_seqs: got 0, expected a number of at least 1; leave"),
+        (["max_num_seqs=many"], "rollout.engine.max_num_seqs: got 'many', expected None or int; leave"),
+        (["max_num_seqs=true"], "rollout.engine.max_num_seqs: got True, expected None or int; leave"),
+        (["enforce_eager=maybe"], "rollout.engine.enforce_eager: got 'maybe', expected bool; leave"),
+        (
+            ["gpu_memory_utilization=5"],
+            "rollout.engine.gpu_memory_utilization: got 5, expected more than 0 and at",
+        ),
         (["name=7"], "rollout.engine.name: got 7, expected one of vllm, hf"),
         (["name=no_such.module:Engine"], "rollout.engine.name: got 'no_such.module:Engine', expected a module"),
     ],
@@ -51,6 +59,11 @@ def test_what_an_engine_does_not_take_is_refused_in_a_line(overrides: list[str],
         load_config("quickstart", [f"rollout.engine.{o}" for o in overrides])
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
+
+
+def test_values_that_vllm_takes_are_taken() -> None:
+    given = {"max_num_seqs": None, "gpu_memory_utilization": 1, "block_size": 32, "compilation_config": {"level": 0}}
+    check_engine("rollout.engine", {"name": "vllm", "enforce_eager": True, **given}, on_cpu=True)
 
 
 @pytest.mark.parametrize("argument", ["scheduler_cls", "worker_extension_cls", "scheduling_policy"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from leeway.replay.operators import OperatorFailed, Pipeline
+from leeway.replay.operators import OperatorFailed, Pipeline, check_operators
 from leeway.types import NO_VERSION, Group, Trajectory
 
 
@@ -152,3 +152,10 @@ def test_an_operator_that_raises_is_named_and_so_is_one_that_gives_no_number(tmp
         Pipeline(["dedupe", "operators_that_fail:divides"])(group(trajectory(), trajectory(1, (9, 9))))
     with pytest.raises(TypeError, match=r"operators_that_fail:no_number returned rewards \[nan\]; expected finite"):
         Pipeline(["operators_that_fail:no_number"])(group(trajectory()))
+
+
+@pytest.mark.parametrize("name", ["filter_reward", "shape_reward"])
+def test_a_range_that_holds_nothing_is_refused(name):
+    check_operators([name, {name: {"min": 0.5, "max": 0.5}}, {name: {"min": 0.9}}])
+    with pytest.raises(ValueError, match=rf"replay\.operators: {name}: got min 0.9 and max 0.1"):
+        check_operators([{name: {"min": 0.9, "max": 0.1}}])
