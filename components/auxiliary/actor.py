@@ -6,6 +6,7 @@ environments  --HTTP-->  first copy: Service -> LeastLoaded  --its own, or an ac
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class AuxiliaryActor(Watched):
                         dtype=dtype,
                         device=device,
                         max_model_len=model.max_model_len,
-                        seed=0,
+                        seed=secrets.randbits(31),
                         options=options_of(model.engine).model_dump(),
                         cores=[],
                         kv_cache_gib=kv_cache_gib,

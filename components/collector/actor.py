@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +160,18 @@ class CollectorActor(Watched):
         assert self._current is not None, "start() comes first"
         return self._current
 
+    def _own_settings(self) -> EngineSettings:
+        """With a seed of its own: the same numbers, pass for pass, would make the groups of two engines alike, and
+        those of a successor like its predecessor's.
+        """
+        seed = random.Random(f"{self._settings.seed}/{self._name}").getrandbits(31)
+        return replace(self._settings, seed=seed)
+
     @as_text
     async def start(self, config: Config, **others: Any) -> dict[str, Any]:
         """Start the engine, and its first run; `others`: see `CollectorRun`."""
         try:
-            self._engine = engine = await start_engine(self._settings)
+            self._engine = engine = await start_engine(self._own_settings())
         except Exception as error:
             # vLLM says "see root cause above", which is in the log of this process.
             cause = last_error(self._log_file, but="Engine core initialization failed") or error

@@ -43,7 +43,7 @@ class EngineSettings:
     `num_kept`: the most ids that `SampledTokens.kept` may have for a token (0: no request has top_k).
     `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
     called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
-    in GiB.
+    in GiB. `seed`: of what is drawn for requests without one; no two engines of a run may draw the same numbers.
     """
 
     model_path: str

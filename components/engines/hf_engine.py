@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import os
 import queue
 import random
@@ -22,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,8 @@ from .hf_weights import ModelTensors, OpenedHere, load, read_back
 from .released import Released
 from .slices import Slices
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 CLOSE_S = 10.0
 
@@ -65,12 +68,13 @@ class HfEngine:
         self._settings = settings
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ids = itertools.count()
-        # Engines of one run must not draw the same numbers.
-        self._seeds = random.Random(f"{settings.seed}/{os.getpid()}")
+        self._seeds = random.Random(settings.seed)
         self._version = -1 if settings.initial_version is None else settings.initial_version
         self._waiting: deque[Generation] = deque()
         self._held: list[Request] = []
         self._running: list[Generation] = []
+        self._ending: list[Generation] = []
+        """Of the last pass, until their requests are answered."""
         self._conversations = Conversations()
         self._drained: Future[None] | None = None
         self._paused = False
@@ -250,29 +254,40 @@ class HfEngine:
     # --------------------------------------------------------------------------------------------- in the thread
 
     def _work(self) -> None:
-        if self._settings.cores:
-            os.sched_setaffinity(0, self._settings.cores)
-            torch.set_num_threads(len(self._settings.cores))
-        number = torch.get_num_threads() if self._settings.device == "cpu" else 1
-        with torch.inference_mode(), PassThreads(number) as self._pass_threads:
+        with torch.inference_mode(), ExitStack() as stack:
+            try:
+                if self._settings.cores:
+                    os.sched_setaffinity(0, self._settings.cores)
+                    torch.set_num_threads(len(self._settings.cores))
+                number = torch.get_num_threads() if self._settings.device == "cpu" else 1
+                self._pass_threads = stack.enter_context(PassThreads(number))
+            except Exception as error:
+                self._fail(error)
             while not self._closing:
                 try:
                     command = self._commands.get(block=self._is_idle())
                 except queue.Empty:
-                    try:
-                        self._pass()
-                    except Exception as error:
-                        self._die(EngineLost(f"the inference engine died: {type(error).__name__}: {error}"))
-                    continue
-                command()
+                    command = self._pass
+                try:
+                    command()
+                except Exception as error:
+                    self._fail(error)
             while not self._commands.empty():  # calls that came in meanwhile are answered too
                 self._commands.get()()
+
+    def _fail(self, error: Exception) -> None:
+        """What it was dead of first is what everybody is told."""
+        logger.error("the engine's thread failed", exc_info=error)
+        if self._death is None:
+            self._die(EngineLost(f"the inference engine died: {type(error).__name__}: {error}"))
 
     def _is_idle(self) -> bool:
         return self._paused or self._death is not None or not (self._running or self._waiting)
 
     def _load_model(self) -> tuple[Decoder, ModelTensors, int]:
         s = self._settings
+        if self._death is not None:
+            raise self._death
         with torch.inference_mode(False):
             decoder = load_decoder(
                 s.model_path,
@@ -337,7 +352,8 @@ class HfEngine:
     def _note_drained(self) -> None:
         if self._drained is not None and not self._paused and not self._running and not self._waiting:
             self._paused = True
-            self._drained.set_result(None)
+            if self._drained.set_running_or_notify_cancel():  # else nobody waits for it any more
+                self._drained.set_result(None)
 
     def _release(self) -> int:
         cache_bytes = self._decoder.forget()
@@ -414,11 +430,12 @@ class HfEngine:
             news.setdefault(loop, []).append(functools.partial(self.progress.passed, time.monotonic(), sampled))
         for loop, calls in news.items():
             _tell(loop, calls)
-        ended = [s for s in running if s.finish_reason]
+        ended = self._ending = [s for s in running if s.finish_reason]
         self._end(ended, may_go_on=True)
         for request in {s.request.id: s.request for s in ended}.values():
             if all(s.finish_reason for s in request.sequences):
                 _answer(request.answer, functools.partial(completions, request))
+        self._ending = []
         self._note_drained()
 
     def _admit(self) -> None:
@@ -527,11 +544,12 @@ class HfEngine:
     def _die(self, death: EngineLost) -> None:
         """Nothing is generated any more; every waiting call is told why."""
         self._death = death
-        requests = {s.request.id: s.request for s in [*self._running, *self._waiting]}
+        requests = {s.request.id: s.request for s in [*self._running, *self._waiting, *self._ending]}
         requests |= {request.id: request for request in self._held}
-        self._running, self._waiting, self._held = [], deque(), []
+        self._running, self._waiting, self._held, self._ending = [], deque(), [], []
         for request in requests.values():
-            _answer(request.answer, functools.partial(_raise, death))
+            if not request.answer.done():
+                _answer(request.answer, functools.partial(_raise, death))
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(death)
 

@@ -78,7 +78,7 @@ class Reader:
         wanted = [
             (s, kept)
             for s, start in zip(sequences, starts, strict=True)
-            if (kept := self._beginnings.wanted(min(s.num_held, len(s.request.prompt)), start))
+            if not s.is_mixed and (kept := self._beginnings.wanted(min(s.num_held, len(s.request.prompt)), start))
         ]
         copies = self._decoder.copy_aside(rows_of(s for s, _ in wanted), [kept for _, kept in wanted])
         for (s, kept), row in zip(wanted, copies, strict=True):

@@ -40,22 +40,21 @@ def add_calls() -> None:
     setattr(EngineCoreProc, ADD_GROUPS, _add_groups)
 
 
-def _add_groups(core: EngineCoreProc, requests: list[bytes]) -> None:
-    """Each of these, encoded as one that comes alone. Raises the first error, when all others have been added."""
+def _add_groups(core: EngineCoreProc, requests: list[bytes]) -> list[tuple[int, str]]:
+    """Each of these, encoded as one that comes alone. Returns the places of those that were not added, and why."""
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder
 
     decoder = MsgpackDecoder(EngineCoreRequest)
-    failed: Exception | None = None
-    for encoded in requests:
+    failed = []
+    for place, encoded in enumerate(requests):
         try:
             added, wave = core.preprocess_add_request(decoder.decode(encoded))
             if not core._reject_add_in_shutdown(added):
                 core.add_request(added, wave)
         except Exception as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+            failed.append((place, f"{type(error).__name__}: {error}"))
+    return failed
 
 
 def _stand_still(core: EngineCoreProc, mode: str, clear_cache: bool) -> Future[None]:

@@ -225,16 +225,23 @@ class VllmEngine:
             how: dict[str, Any] = dict(top_p=top_p, top_k=top_k, min_tokens=min_tokens, clock=clock, version=version)
             how |= dict(temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
             alone = [
-                self.generate(
-                    prompt_tokens,
-                    n=1,
-                    seed=None if seed is None else seed + index,
-                    heard=None if heard is None else functools.partial(_heard_as, heard, index),
-                    **how,
+                asyncio.ensure_future(
+                    self.generate(
+                        prompt_tokens,
+                        n=1,
+                        seed=None if seed is None else seed + index,
+                        heard=None if heard is None else functools.partial(_heard_as, heard, index),
+                        **how,
+                    )
                 )
                 for index in range(n)
             ]
-            return [completion for (completion,) in await asyncio.gather(*alone)]
+            try:
+                return [completion for (completion,) in await asyncio.gather(*alone)]
+            finally:  # where one of them fails, nobody waits for the others
+                for call in alone:
+                    call.cancel()
+                await asyncio.wait(alone)
         params = self._params(
             n=n if temperature else 1,
             temperature=temperature,

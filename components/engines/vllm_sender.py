@@ -15,8 +15,8 @@ from .vllm_core import ADD_GROUPS
 
 
 class Sender:
-    """Sends to the one engine core of `client`. `fail(error, ids)`: told of requests that could not be sent, or one of
-    which was not added there; others of them may have been.
+    """Sends to the one engine core of `client`. `fail(error, ids)`: told of requests that could not be sent or were
+    not added there.
 
     Whatever else `client` sends leaves after the requests that wait, as if each had left at once.
     """
@@ -64,8 +64,13 @@ class Sender:
 
     def _watched(self, call: asyncio.Future[Any], ids: Sequence[str]) -> asyncio.Future[Any]:
         def done(call: asyncio.Future[Any]) -> None:
-            if not call.cancelled() and isinstance(error := call.exception(), Exception):
+            if call.cancelled():
+                return
+            if isinstance(error := call.exception(), Exception):
                 self._fail(error, ids)
+            elif error is None and isinstance(refused := call.result(), list):  # of `ADD_GROUPS`
+                for place, why in refused:
+                    self._fail(RuntimeError(f"vLLM did not add the request: {why}"), [ids[int(place)]])
 
         call.add_done_callback(done)
         return call

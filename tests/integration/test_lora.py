@@ -31,6 +31,7 @@ def test_a_run_with_an_adapter_keeps_its_promises(
         "stages.async_rl.optimizer.warmup_steps=0",
         "rollout.max_response_tokens=32",
         f"staleness.max_policy_lag={BOUND}",
+        "rollout.pull_every=1",
         "staleness.reorder_window=null",
         "staleness.in_flight=recompute",
         "train.audit_every=1",

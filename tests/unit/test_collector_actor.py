@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -334,3 +335,24 @@ def test_an_engine_that_keeps_prompts_while_it_is_measured_is_known(
     with caplog.at_level("WARNING", logger=actor_module.logger.name):
         asyncio.run(actor.forget_prompts())
     assert ("kept its prompts" in caplog.text) is not forgets
+
+
+def test_no_two_engines_of_a_run_draw_the_same_numbers(
+    actor: CollectorActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that takes another's place."""
+    given: list[Any] = []
+
+    async def start_engine(settings: Any) -> Any:
+        given.append(settings)
+        raise RuntimeError("that is enough")
+
+    monkeypatch.setattr(actor_module, "start_engine", start_engine)
+    config = load_config("quickstart", [])
+    for role in ("generator-0", "generator-1", "generator-0"):
+        each = CollectorActor(actor._settings, role=role, log_file=tmp_path / "log", log_level="INFO")
+        with pytest.raises(PartFailed, match="that is enough"):
+            asyncio.run(each.start(config))
+    assert len({settings.seed for settings in given}) == 3
+    assert all(0 <= settings.seed < 2**31 for settings in given), "vLLM gives it to numpy as well"
+    assert len({dataclasses.replace(settings, seed=0).model_path for settings in given}) == 1

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from leeway.collector.engine import EngineLost
 from leeway.engines.hf_engine import HfEngine
 
-from ..engine_contract import EngineContract, Served, check_masks
+from ..engine_contract import EngineContract, Served, check_masks, engine_settings
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +109,46 @@ def test_a_version_takes_the_memory_of_the_last_one_that_was_loaded_and_of_no_ot
     held.append(last.buckets)
     assert staged(loaded=False) != last.buckets[0].ctypes.data, "nor one that is let go of meanwhile"
     served.recover()
+
+
+def in_time(work: Any) -> Any:
+    return asyncio.wait_for(work, 60)
+
+
+def test_what_keeps_its_thread_from_starting_is_said(served: Served, tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = engine_settings(Path(served.engine._settings.model_path), cores=[100_000])
+    with pytest.raises(EngineLost, match="the inference engine died: OSError"):
+        asyncio.run(in_time(HfEngine.start(settings)))
+
+
+@pytest.mark.parametrize("fails", ["_end", "_abort"])
+def test_whatever_fails_in_its_thread_every_caller_is_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A pass that has ended every sequence of a request, or what a call has it do between two passes."""
+    engine = HfEngine(engine_settings(Path(served.engine._settings.model_path), initial_version=0))
+    how: dict[str, Any] = dict(n=2, temperature=1.0, stop_token_ids=[])
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for a copy")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(engine, fails, breaks)
+        if fails == "_end":
+            with pytest.raises(EngineLost, match="MemoryError: no room for a copy"):
+                await in_time(engine.generate([5, 6], max_tokens=3, **how))
+        else:
+            other = asyncio.create_task(engine.generate([5, 7], max_tokens=200, **how))
+            begun = asyncio.Event()
+            call = asyncio.create_task(engine.generate([5, 6], max_tokens=200, heard=lambda *_: begun.set(), **how))
+            await in_time(begun.wait())
+            call.cancel()
+            with pytest.raises(EngineLost, match="MemoryError: no room for a copy"):
+                await in_time(other)
+        with pytest.raises(EngineLost):
+            await in_time(engine.generate([5, 6], max_tokens=3, **how))
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        engine.shutdown()
