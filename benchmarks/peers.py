@@ -313,6 +313,7 @@ class Alive:
         if self.ended:
             return None
         begun, cpu, seen = time.monotonic(), cpu_seconds(self.run.label), [self._written.step()]
+        goes_on_at = time.time()
         self._signal(signal.SIGCONT)
         while time.monotonic() - begun < seconds or (
             # the first two may have begun in an earlier turn, and environments waited in others' time
@@ -328,7 +329,8 @@ class Alive:
         if last < seen[0] + 3:
             self._gone(f"no three steps in {10 * seconds} s")
             return None
-        found = took([row for row in rows_of(self.run.lines) if seen[0] + 2 < row["step"] <= last])
+        rows = [row for row in rows_of(self.run.lines) if seen[0] + 2 < row["step"] <= last]
+        found = took([row for row in rows if began_after(row, goes_on_at)] or rows[-1:])
         return found | {"cpu_s": cpu / (last - seen[0]), "peak_gib": self._memory.peak / 2**30}
 
     def end(self) -> None:
@@ -360,6 +362,14 @@ def until_ready(started: list[Alive]) -> None:
     waited_for = list(started)
     while waited_for := [one for one in waited_for if not one.is_ready()]:
         time.sleep(0.05)
+
+
+def began_after(row: dict[str, Any], moment: float) -> bool:
+    """Whether that step did, as far as its row says when it was written: a step of ours may be on record after others
+    have begun, and the one in which a turn ended may be the third of the next.
+    """
+    seconds = seconds_of(row)
+    return seconds is None or "time" not in row or row["time"] - seconds >= moment
 
 
 def seconds_of(row: dict[str, Any]) -> float | None:

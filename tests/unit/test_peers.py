@@ -276,6 +276,17 @@ def test_runs_have_the_machine_in_turn(peers: Any, alive: Any, tmp_path: Path) -
     assert second.has_the_machine(0.2) is not None
 
 
+def test_a_step_in_which_a_turn_ended_counts_in_none(peers: Any) -> None:
+    """Ours are on record when they are reported, which may be some steps later: going on at 100."""
+    late, over_the_pause, own = (
+        {"step": step, "time": at, "step/total_s": s}
+        for step, at, s in ((7, 100.1, 0.4), (8, 100.2, 6.5), (9, 100.6, 0.4))
+    )
+    assert [peers.began_after(row, 100.0) for row in (late, over_the_pause, own)] == [False, False, True]
+    assert peers.began_after({"step": 3, "seconds": 0.4, "tokens": 7}, 100.0), "a peer's, on record as it ends"
+    assert peers.began_after({"step": 9, "time": 100.3, "collector/interval_s": 0.4}, 100.0)
+
+
 def test_a_run_that_ended_is_left_out_and_leaves_no_process(
     peers: Any, alive: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
