@@ -21,7 +21,6 @@ STOP_S = 120.0
 LEAST_STEPS = 13
 """So that enough are left to calibrate the planner, after the first fifth."""
 UNWATCHED = ("eval.at_start=false", "eval.at_end=false", "eval.every=0", "checkpoint.every=0")
-PUBLISH_EVERY = "param_server.publish_every"
 UNSAVED = ("checkpoint.save_hf=never", "checkpoint.save_state=never", "monitor.console=off")
 
 
@@ -72,7 +71,7 @@ def tune(
 
 def unwatched(config: Config) -> list[str]:
     """A trial evaluates nothing, and publishes as often as the run does whose evaluations may ask for more versions."""
-    every = [] if publishes_as_pulled(config) else [f"{PUBLISH_EVERY}={derive(config).publish_every}"]
+    every = [] if publishes_as_pulled(config) else [f"param_server.publish_every={derive(config).publish_every}"]
     return [*UNWATCHED, *every]
 
 

@@ -17,7 +17,7 @@ from ..section import Partial
 from .environments import checked_options
 from .errors import ConfigError
 from .model_files import head_size, of_the_text, only_attends
-from .names import check_name, cpu_head_sizes, is_of, nearest, vllm_arguments
+from .names import WORD_OF_TYPE, check_name, cpu_head_sizes, is_of, nearest, vllm_arguments
 from .paths import is_folder
 
 LARGE_BLOCK = 144
@@ -380,7 +380,8 @@ def _check_vllm(section: str, options: VllmOptions, *, on_cpu: bool) -> None:
             fix = f"nearest: {section}.{guess}" if guess else "leave it out"
             raise ConfigError(key, got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix)
         if (types := known.get(option)) and not is_of(value, types):
-            raise ConfigError(key, got=value, expected=" or ".join(sorted(types)), fix=f"leave {option} out")
+            expected = " or ".join(sorted(WORD_OF_TYPE[t] for t in types))
+            raise ConfigError(key, got=value, expected=expected, fix=f"leave {option} out")
         if value is None:
             continue
         if option in AT_LEAST_ONE and value < 1:

@@ -110,6 +110,7 @@ def find_module(dotted: str) -> Path | None:
 
 
 PLAIN_TYPES = {"bool": bool, "int": int, "float": int | float, "str": str, "None": type(None)}
+WORD_OF_TYPE = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "a text", "None": "null"}
 
 
 def vllm_arguments() -> Mapping[str, frozenset[str]]:

@@ -440,11 +440,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         spans.instant("stored", group=group.group_id)
         self.last_delivered = self._release(group.group_id).collector or "", group.group_id
         # A copy: what came through Ray is a view of its object store, and would hold a part of that.
-        with self._ending_the_run():  # so may the storage
+        with self._ending_the_run():  # the storage may be a user's
             index = self._storage_index[group.group_id] = self.add(result.packed())
         self._window.finish(group.group_id, priority=priority or 0.0)
         if self._window_sampler.is_prioritized:
-            with self._ending_the_run():  # the sampler may be a user's
+            with self._ending_the_run():  # and so may the sampler
                 priority = self._window_sampler.default_priority if priority is None else priority
                 self.update_priority(index, torch.tensor(float(priority)))
         self._dropped_in_a_row = 0

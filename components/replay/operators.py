@@ -179,14 +179,21 @@ def check_operators(steps: Sequence[str | dict[str, Any]]) -> None:
     """
     for name, options in named(steps):
         operator = _imported(name, options)
-        least, most = options.get("min"), options.get("max")
-        if operator in (filter_reward, shape_reward) and least is not None and most is not None and least > most:
-            raise ValueError(
-                f"replay.operators: {name}: got min {least:g} and max {most:g}, expected a min of at most the max; "
-                "swap them"
-            )
+        if operator in (filter_reward, shape_reward):
+            _check_range(name, options.get("min", float("-inf")), options.get("max", float("inf")))
         if inspect.isclass(operator) and (check := getattr(operator, "check", None)) is not None:
             check(**options)
+
+
+def _check_range(name: str, least: Any, most: Any) -> None:
+    for option, value in (("min", least), ("max", most)):
+        if not isinstance(value, int | float):
+            raise ValueError(f"replay.operators: {name}: got {option} {value!r}, expected a number; change it")
+    if least > most:
+        raise ValueError(
+            f"replay.operators: {name}: got min {least:g} and max {most:g}, expected a min of at most the max; "
+            "swap them"
+        )
 
 
 def _made(name: str, options: dict[str, Any]) -> Operator:

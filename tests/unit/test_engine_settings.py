@@ -43,9 +43,9 @@ def test_another_engine_takes_the_settings_of_the_one_before_with_it() -> None:
         (["name=hf", "max_num_seqs=0"], "rollout.engine.max_num_seqs: got 0, expected greater than 0"),
         (["name=hff"], "rollout.engine.name: got 'hff', expected one of vllm, hf"),
         (["max_num_seqs=0"], "rollout.engine.max_num_seqs: got 0, expected a number of at least 1; leave"),
-        (["max_num_seqs=many"], "rollout.engine.max_num_seqs: got 'many', expected None or int; leave"),
-        (["max_num_seqs=true"], "rollout.engine.max_num_seqs: got True, expected None or int; leave"),
-        (["enforce_eager=maybe"], "rollout.engine.enforce_eager: got 'maybe', expected bool; leave"),
+        (["max_num_seqs=many"], "rollout.engine.max_num_seqs: got 'many', expected an integer or null; leave"),
+        (["max_num_seqs=true"], "rollout.engine.max_num_seqs: got True, expected an integer or null; leave"),
+        (["enforce_eager=maybe"], "rollout.engine.enforce_eager: got 'maybe', expected true or false; leave"),
         (
             ["gpu_memory_utilization=5"],
             "rollout.engine.gpu_memory_utilization: got 5, expected more than 0 and at",

@@ -159,3 +159,5 @@ def test_a_range_that_holds_nothing_is_refused(name):
     check_operators([name, {name: {"min": 0.5, "max": 0.5}}, {name: {"min": 0.9}}])
     with pytest.raises(ValueError, match=rf"replay\.operators: {name}: got min 0.9 and max 0.1"):
         check_operators([{name: {"min": 0.9, "max": 0.1}}])
+    with pytest.raises(ValueError, match=rf"replay\.operators: {name}: got min 'high', expected a number"):
+        check_operators([{name: {"min": "high"}}])
